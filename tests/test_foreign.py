@@ -51,7 +51,7 @@ def one_line(message: str, most: int = 500) -> bool:
     ("content", "words"),
     [
         (b'{"count": 3, "names": ["a"]}', ""),
-        (b'{"count": 3}', "x.json is no thing: it has no 'names'. Make it again"),
+        (b'{"count": 3}', "x.json is not a valid thing: it has no 'names'. Make it again"),
         (b'{"count": "3", "names": []}', 'it.count: a whole number was expected, got "3"'),
         (b'{"count": 3, "names": [], "more": 1}', '"more", which this version does not know'),
         (b'{"count": 3, "count": 3, "names": []}', 'the key "count" occurs twice'),
@@ -117,14 +117,14 @@ def test_infinity_only_where_it_is_known() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (BOMB, "more than 10,000 values, with its aliases written out"),
+        (BOMB, "more than 10,000 values after expanding its aliases"),
         ("a: &a [*a]", "line 1: an alias of itself"),
         ("a: &a {b: *a}", "line 1: an alias of itself"),
         ("a: " + "9" * 5000, "line 1: a whole number of too many digits"),
         ("a: 0x" + "f" * 5000, "line 1: a whole number of too many digits"),
         ("[" * 5000, "it is nested deeper than 16"),
         ("a: " + "{b: " * 17 + "1" + "}" * 17, "nested deeper than 16"),
-        ("a: 1\nb: {c: 1, c: 2}", "line 2: c is there twice (first in line 2): keep one"),
+        ("a: 1\nb: {c: 1, c: 2}", "line 2: c occurs twice (first on line 2): keep one"),
         ("a: !!python/object/apply:os.system ['true']", "could not determine a constructor"),
         ("a: \x1b[31m", "special characters are not allowed"),
         ("[a, b]: 1", "line 1: found unhashable key"),
@@ -223,7 +223,7 @@ def test_an_index_can_not_leave_the_model_folder(shard: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("index", [[], {}, {"weight_map": 3}, {"weight_map": {"a": 3}}])
 def test_an_index_of_another_shape_is_refused(index: Any, tmp_path: Path) -> None:
     """It raised a KeyError or worse."""
-    with pytest.raises(InvalidInput, match="is no index of shards"):
+    with pytest.raises(InvalidInput, match="is not a valid shard index"):
         shards_of(model_folder(tmp_path, model__safetensors__index__json=index))
 
 
@@ -231,7 +231,7 @@ def test_a_damaged_gguf_is_one_line(tmp_path: Path) -> None:
     """Cut off in its header."""
     file = tmp_path / "x.gguf"
     file.write_bytes((CORPUS / "gguf" / "tiny.gguf").read_bytes()[:900])
-    with pytest.raises(InvalidInput, match=r"x\.gguf is no GGUF file: .*Fetch it again"):
+    with pytest.raises(InvalidInput, match=r"x\.gguf is not a valid GGUF file: .*Download it again"):
         ns.load(file)
 
 
@@ -272,8 +272,8 @@ def test_a_dump_names_nothing_outside(change: dict[str, Any], tmp_path: Path) ->
     ("text", "words"),
     [
         ('{"model_max_length": "256"}', 'config.model_max_length: a number was expected, got "256"'),
-        ("[]", "tokenizer_config.json is no config of a tokenizer: an object was expected"),
-        ("{", "tokenizer_config.json is no config of a tokenizer: "),
+        ("[]", "tokenizer_config.json is not a valid tokenizer config: an object was expected"),
+        ("{", "tokenizer_config.json is not a valid tokenizer config: "),
     ],
 )
 def test_a_hostile_tokenizer_config_is_one_line(text: str, words: str, tmp_path: Path) -> None:
@@ -297,14 +297,14 @@ def test_a_stored_result_of_another_shape_is_refused(tmp_path: Path) -> None:
     )
     wrong = [f"{{'samples': {one}, 'facts': {{}}}}".replace("'", '"') for one in parts]
     for text in ("3", "{}", b"{}", "[" * 5000, *wrong):
-        with pytest.raises(InvalidInput, match="is no part of a run that noisescope wrote"):
+        with pytest.raises(InvalidInput, match="is not a valid noisescope run"):
             decode(text, None, "")
     good = '{"samples": [0], "values": {"a": [0.5]}, "facts": {}}'
     for arrays in (b"x", b"PK\x03\x04" + b"\0" * 40, b"\x93NUMPY\x01\x00v\x00" + b"\xff" * 200):
-        with pytest.raises(InvalidInput, match="the arrays of a result is no part"):
+        with pytest.raises(InvalidInput, match="the arrays of a result is not a valid noisescope run"):
             decode(good, arrays, "")
     for other in ((good, "x", ""), (good, None, b"")):
-        with pytest.raises(InvalidInput, match="a result is no part of a run that noisescope wrote: a cell of another"):
+        with pytest.raises(InvalidInput, match="a result is not a valid noisescope run: a cell of another"):
             decode(*other)  # type: ignore[arg-type]
 
 
@@ -363,7 +363,7 @@ def test_a_passport_is_checked_line_by_line(place: tuple[str, ...], value: Any, 
         part = part[key]
     part[place[-1]] = value
     (tmp_path / "x.json").write_text(json.dumps(found))
-    with pytest.raises(InvalidInput, match=r"is no passport: .*was expected, got") as caught:
+    with pytest.raises(InvalidInput, match=r"is not a valid passport: .*was expected, got") as caught:
         read_passport(tmp_path / "x.json")
     assert one_line(str(caught.value))
 
@@ -396,5 +396,5 @@ def test_a_module_without_weights_is_refused(count: int, tmp_path: Path) -> None
     for row in found["format_scores"]["modules"]:
         row["parameters"] = count
     (tmp_path / "report.json").write_text(json.dumps(found))
-    with pytest.raises(InvalidInput, match=rf"parameters must be a whole number from 1 on, got {count}"):
+    with pytest.raises(InvalidInput, match=rf"parameters must be an integer of at least 1, got {count}"):
         Report.load(tmp_path)

@@ -99,7 +99,7 @@ def test_what_does_not_fit_is_refused_with_its_path(change: dict[str, Any], word
 
 def test_a_value_that_refuses_itself_is_named_by_its_path() -> None:
     """Checks of a value's own do not know where it stands; the reader does."""
-    with pytest.raises(InvalidInput, match=r"^Layers\.first: a window has a first and a last layer"):
+    with pytest.raises(InvalidInput, match=r"^Layers\.first: a window needs a first and a last layer"):
         from_json(Layers, {"first": {"start": 3, "end": 1, "degradation": None}})
 
 
@@ -112,9 +112,9 @@ def test_an_error_shows_a_short_piece_of_what_came() -> None:
 
 def test_what_json_cannot_say_is_refused_when_written() -> None:
     """NaN, infinity and objects without fields are programming errors here."""
-    with pytest.raises(InvalidInput, match="nan has no form in JSON"):
+    with pytest.raises(InvalidInput, match="nan can't be stored as JSON"):
         to_json(Leaf(float("nan"), "oak"))
-    with pytest.raises(InvalidInput, match=r"object.* has no form in JSON"):
+    with pytest.raises(InvalidInput, match=r"object.* can't be stored as JSON"):
         to_json({"a": object()})
 
 

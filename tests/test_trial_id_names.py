@@ -198,15 +198,15 @@ def test_what_could_not_be_told_apart_is_refused() -> None:
         def __call__(self, y: Any, draw: Any) -> Any:
             return y
 
-    with pytest.raises(InvalidInput, match=r"no name of its own.*top level of a module"):
+    with pytest.raises(InvalidInput, match=r"no unique name.*top level of a module"):
         trial(Local(0.1)).id  # noqa: B018
-    with pytest.raises(InvalidInput, match="no name of its own"):
+    with pytest.raises(InvalidInput, match="no unique name"):
         trial(lambda y, draw: y).id  # noqa: B018
-    with pytest.raises(InvalidInput, match="no name of its own"):
+    with pytest.raises(InvalidInput, match="no unique name"):
         content_id(functools.partial(print, end=""))
-    with pytest.raises(InvalidInput, match="a method of an object, whose state has no name"):
+    with pytest.raises(InvalidInput, match="a bound method, whose object has no stable name"):
         content_id(Scaler(2.0).scale)
-    with pytest.raises(InvalidInput, match=r"keeps gain besides its fields.*make it a dataclass"):
+    with pytest.raises(InvalidInput, match=r"has gain in addition to its fields.*make it a dataclass"):
         trial(Louder(0.1, 2.0)).id  # noqa: B018
     assert function_name(Scaler.plain) != function_name(SubScaler.plain)
     assert content_id(Scaler.plain) != content_id(SubScaler.plain)

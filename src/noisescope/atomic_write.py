@@ -1,6 +1,6 @@
-"""Files written whole or not at all.
+"""Writes files completely or not at all.
 
-What is written goes into a part file with a name that nobody can guess, made anew (an existing file or symbolic link of
+What is written goes into a part file with an unguessable name, newly created (an existing file or symbolic link of
 that name is an error), and then takes the place of the target. A symbolic link at the target is replaced, never
 followed: a folder that came from elsewhere can't make noisescope write outside it.
 """
@@ -44,7 +44,7 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
 
 
 def write_file(path: Path, content: str | bytes) -> Path:
-    """Write a file; folders on the way to it are made. Its path."""
+    """Write a file, creating folders as needed; returns its path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file:
         file.write(content.encode("utf-8") if isinstance(content, str) else content)
@@ -57,14 +57,14 @@ def write_sealed(path: Path, content: bytes) -> Path:
 
 
 def read_sealed(path: Path) -> bytes | None:
-    """What `write_sealed` wrote; None where there is no file, or one that was damaged: it is made again."""
+    """What `write_sealed` wrote; None if there is no file, or a damaged one, which is then created again."""
     raw = path.read_bytes() if path.is_file() else b""
     seal, content = raw[:32], raw[32:]
     return content if hashlib.sha256(content).digest() == seal else None
 
 
 def folder_inside(folder: Path, name: str) -> Path:
-    """A folder of an output folder, made if it is missing. A symbolic link there would lead out of it."""
+    """A subfolder of an output folder, created if missing. A symbolic link there would lead out of it."""
     inner = folder / name
     if inner.is_symlink():
         raise InvalidInput(f"{inner} is a symbolic link: remove it, or use another folder (-o)")

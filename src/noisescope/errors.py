@@ -9,7 +9,7 @@ from noisescope.plain_text import cut
 
 
 class NoisescopeError(Exception):
-    """The root: `except NoisescopeError` catches all that noisescope raises on purpose."""
+    """The base class: `except NoisescopeError` catches everything that noisescope raises on purpose."""
 
     exit_code = 2
 
@@ -23,7 +23,7 @@ class UnsupportedModel(NoisescopeError):
 
 
 class ModelHeld(NoisescopeError):
-    """A scope on this model belongs to another thread or coroutine, or can't be opened or left now."""
+    """A scope on this model belongs to another thread or coroutine, or can't be opened or closed now."""
 
 
 class MissingExtra(NoisescopeError):
@@ -35,7 +35,7 @@ class NothingInjected(NoisescopeError):
 
 
 class NoiseRoundsAway(NothingInjected):
-    """The noise is smaller than half the spacing of the numbers it fell on, so rounding removed it."""
+    """The noise is smaller than half the spacing of the numbers it was added to, so rounding removed it."""
 
 
 def unknown(what: str, given: object, allowed: Iterable[object]) -> InvalidInput:
@@ -47,7 +47,7 @@ def unknown(what: str, given: object, allowed: Iterable[object]) -> InvalidInput
 
 
 def whole_number(value: object, what: str, *, least: int = 1) -> int:
-    """The value, refused where it is no whole number of at least `least`."""
+    """The value; an error unless it is an integer of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise InvalidInput(f"{what} must be a whole number from {least} on, got {cut(repr(value))}")
+        raise InvalidInput(f"{what} must be an integer of at least {least}, got {cut(repr(value))}")
     return value

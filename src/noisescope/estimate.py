@@ -32,9 +32,11 @@ class Estimate:
 
     def __post_init__(self) -> None:
         if self.n < 0 or not 0 < self.level < 1:
-            raise InvalidInput(f"an estimate is of n samples at a level between 0 and 1; got {self.n} and {self.level}")
+            raise InvalidInput(
+                f"an estimate needs n samples and a level between 0 and 1; got {self.n} and {self.level}"
+            )
         if self.low is not None and self.high is not None and self.low > self.high + 1e-9 * abs(self.high):
-            raise InvalidInput(f"an interval goes from low to high; got {self.low} to {self.high}")
+            raise InvalidInput(f"an interval must go from low to high; got {self.low} to {self.high}")
 
     @property
     def bounded(self) -> bool:

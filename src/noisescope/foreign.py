@@ -1,7 +1,7 @@
 """The one reader of files from elsewhere: reports, records, passports, configs, dumps, run folders, option files.
 
 What it gives back is plain data within limits of size, depth and digits, checked against the type it must have
-(jsonform.py). Everything else is an `InvalidInput` of one line: what came, what is allowed, what to do.
+(jsonform.py). Everything else is a one-line `InvalidInput`: what was given, what is allowed, what to do.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MOST_NODES = 10_000  # of a YAML file, aliases written out
 
 @dataclass(frozen=True)
 class FileKind:
-    """A kind of file: what errors call it, how to get a right one, and how large it may be."""
+    """A kind of file: its name in errors, how to get a valid one, and its maximum size."""
 
     name: str  # "report"
     cure: str  # a sentence without its full stop
@@ -36,11 +36,13 @@ class FileKind:
     infinite: bool = False  # whether Infinity and NaN are numbers in it, as Python writes them
 
     def refuse(self, where: str | Path, reason: object) -> InvalidInput:
-        return InvalidInput(f"{_end(str(where))} is no {self.name}: {one_line(str(reason), LONG)}. {self.cure}")
+        return InvalidInput(
+            f"{_end(str(where))} is not a valid {self.name}: {one_line(str(reason), LONG)}. {self.cure}"
+        )
 
     @contextmanager
     def explaining(self, where: str | Path) -> Iterator[None]:
-        """What another library raises on the way is the file's fault, and becomes one line; `--debug` has the rest."""
+        """Turn errors of other libraries into one line about the file; `--debug` shows the rest."""
         try:
             yield
         except NoisescopeError:
@@ -63,7 +65,7 @@ def fitting(schema: type[V], data: Json, where: str | Path, kind: FileKind) -> V
 
 
 def members(data: Json, where: str | Path, kind: FileKind) -> Mapping[str, Json]:
-    """Parsed data that must be an object: to look at its version before its schema."""
+    """Parsed data that must be an object, to check its version before its schema."""
     if not isinstance(data, dict):
         raise kind.refuse(where, f"an object was expected, got {shown(data)}")
     return data
@@ -94,7 +96,7 @@ def read_bytes(path: Path, kind: FileKind) -> bytes:
 
 
 def inside(folder: Path, name: str, kind: FileKind) -> Path:
-    """A file that another one names: beside it in the same folder, never elsewhere."""
+    """A file that another one names: in the same folder, never elsewhere."""
     if name in ("", ".", "..") or any(sign in name for sign in "/\\\0") or name != Path(name).name:
         raise kind.refuse(folder, f"the name of a file in this folder was expected, got {shown(name)}")
     return folder / name
@@ -124,7 +126,7 @@ def parse_json(text: str, where: str | Path, kind: FileKind) -> Json:
 
 
 def check_depth(data: Json, most: int) -> None:
-    """Not recursive: what is too deep for `most` may be too deep for Python."""
+    """Check nesting without recursion: data too deep for `most` may be too deep for Python."""
     level: list[Any] = [data]
     for _ in range(most):
         level = [member for each in level for member in _containers(each)]
@@ -187,7 +189,7 @@ def parse_yaml(text: str, where: str | Path, kind: FileKind) -> Json:
 
 
 def _check_nodes(root: Any, most_deep: int) -> None:
-    """Count the nodes with every alias written out: nine lines can stand for a billion values."""
+    """Count the nodes with every alias expanded: nine lines can stand for a billion values."""
     import yaml
 
     sizes: dict[int, int] = {}
@@ -203,7 +205,7 @@ def _check_nodes(root: Any, most_deep: int) -> None:
         inner = [*_members_of(node)] if isinstance(node, yaml.CollectionNode) else []
         sizes[id(node)] = 1 + sum(size(member, depth + 1) for member in inner)
         if sizes[id(node)] > MOST_NODES:
-            problem = f"more than {MOST_NODES:,} values, with its aliases written out"
+            problem = f"more than {MOST_NODES:,} values after expanding its aliases"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
         if isinstance(node, yaml.ScalarNode) and node.tag.endswith(":int") and len(node.value) > LONGEST_NUMBER:
             raise yaml.MarkedYAMLError(problem="a whole number of too many digits", problem_mark=node.start_mark)
@@ -223,7 +225,7 @@ def _members_of(node: Any) -> Iterator[Any]:
     for key, value in node.value:
         if isinstance(key, yaml.ScalarNode):
             if key.value in first:
-                problem = f"{cut(key.value)} is there twice (first in line {first[key.value]}): keep one"
+                problem = f"{cut(key.value)} occurs twice (first on line {first[key.value]}): keep one"
                 raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
             first[key.value] = key.start_mark.line + 1
         yield key
@@ -231,6 +233,6 @@ def _members_of(node: Any) -> Iterator[Any]:
 
 
 def _end(path: str) -> str:
-    """A path in an error; of a very long one the end, which tells more."""
+    """A path in an error; of a very long one the end, which is more informative."""
     line = one_line(path)
     return line if len(line) <= LONG else f"...{line[-LONG:]}"

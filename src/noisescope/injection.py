@@ -1,4 +1,4 @@
-"""An injection: a perturbation, where it falls, how strongly, and with which seed. A value; no torch here."""
+"""An injection: a perturbation, where it is applied, how strongly, and with which seed. A value, without torch."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ class Injection:
     def __post_init__(self) -> None:
         if not callable(self.perturbation) or isinstance(self.perturbation, type):
             raise InvalidInput(
-                f"the first argument of Injection is a perturbation such as Gaussian(0.05); got {self.perturbation!r}"
+                f"the first argument of Injection must be a perturbation such as Gaussian(0.05); got "
+                f"{self.perturbation!r}"
             )
         put = functools.partial(object.__setattr__, self)  # the dataclass is frozen; here it is still being made
         narrowing: dict[str, Callable[[Any], Any]] = {
@@ -66,12 +67,12 @@ class Injection:
         if self.modules is not None:
             put("modules", tuple(_names(self.modules, "modules")))
             if wrong := [name for name in self.modules if not isinstance(name, str)]:
-                raise InvalidInput(f"modules are dotted names or patterns (strings), got {wrong[0]!r}")
+                raise InvalidInput(f"modules must be dotted names or patterns (strings), got {wrong[0]!r}")
         put("phases", frozenset(_names(self.phases, "phases")))
         if self.channels is not None:
             put("channels", _channels(self.channels))
             if self.phases == {"backward"}:
-                raise InvalidInput("channels are those of the forward tensor: they can't narrow backward noise")
+                raise InvalidInput("channels select from the forward tensor and can't be used with backward noise")
         if self.tensor not in TENSORS:
             raise unknown("tensor", self.tensor, TENSORS)
         for phase in [*self.phases, *self.phase_scales]:
@@ -131,7 +132,7 @@ class Injection:
         return float(scale) * multiplier
 
     def perturbation_at(self, site: Site) -> Perturbation:
-        """The perturbation with the strength of this site put in.
+        """The perturbation with the strength for this site.
 
         A perturbation with a method `at(site)` stands for another one at each site, as it is.
         """
@@ -144,7 +145,7 @@ class Injection:
         strength = self.strength(site)
         if strength is None:
             raise InvalidInput(
-                f"{self.perturbation!r} has no scale, so phase_scales and multipliers can't act on it: leave them out"
+                f"{self.perturbation!r} has no scale, so phase_scales and multipliers have no effect on it: omit them"
             )
         if strength == getattr(self.perturbation, "scale", None):
             return self.perturbation
@@ -154,7 +155,7 @@ class Injection:
 
 
 def _names(values: Iterable[Any] | str | int, what: str) -> list[Any]:
-    """A set given as a set, a list, or (a kind mistake) as one bare name."""
+    """A set given as a set, a list, or (by a common mistake) as a single name."""
     if isinstance(values, (str, int)):
         return [values]
     try:
@@ -169,16 +170,18 @@ def _layer(value: Any) -> int:
     except TypeError:
         layer = None
     if layer is None or isinstance(value, bool):
-        raise InvalidInput(f"layers are block indices (ints), got {value!r}; other places go into places={{'lm_head'}}")
+        raise InvalidInput(
+            f"layers must be block indices (ints), got {value!r}; other places go into places={{'lm_head'}}"
+        )
     if layer < 0:
-        raise InvalidInput(f"layer {layer} is negative; blocks count from 0")
+        raise InvalidInput(f"layer {layer} is negative; blocks are numbered from 0")
     return layer
 
 
 def _channels(values: Any) -> tuple[int, ...]:
     channels = tuple(sorted({int(c) for c in _names(values, "channels")}))
     if not channels or channels[0] < 0:
-        raise InvalidInput(f"channels must be indices from 0 on, got {values!r}")
+        raise InvalidInput(f"channels must be indices of at least 0, got {values!r}")
     return channels
 
 
@@ -193,5 +196,5 @@ def checked_scale(value: Any, what: str) -> float:
     if not 0 <= number < math.inf:
         raise InvalidInput(f"{what} must be finite and at least 0, got {number:g}")
     if number > LARGEST_SCALE:
-        raise InvalidInput(f"{what} must be at most {LARGEST_SCALE:g}, got {number:g}: 0.05 is noise of 5 %")
+        raise InvalidInput(f"{what} must be at most {LARGEST_SCALE:g}, got {number:g}: 0.05 means noise of 5 %")
     return number

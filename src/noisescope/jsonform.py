@@ -24,7 +24,7 @@ from noisescope.plain_text import LONG, one_line, shown, visible
 
 V = TypeVar("V")
 Json = Any  # JSON whose shape is not ours: kept as it is
-LARGEST = 2**128  # a whole number beyond it is no count, layer or seed
+LARGEST = 2**128  # larger integers are not counts, layers or seeds
 
 
 def to_json(value: object) -> Any:
@@ -40,7 +40,7 @@ def to_json(value: object) -> Any:
         return visible(value)
     if isinstance(value, float):
         if not math.isfinite(value):
-            raise InvalidInput(f"{value} has no form in JSON: use None, and say why in a note")
+            raise InvalidInput(f"{value} can't be stored as JSON: use None, and give the reason in a note")
         return float(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: to_json(vars(value)[field.name]) for field in dataclasses.fields(value)}
@@ -48,7 +48,7 @@ def to_json(value: object) -> Any:
         return {visible(str(name)): to_json(member) for name, member in value.items()}
     if isinstance(value, (list, tuple)):
         return [to_json(member) for member in value]
-    raise InvalidInput(f"{shown(value)} ({type(value).__name__}) has no form in JSON")
+    raise InvalidInput(f"{shown(value)} ({type(value).__name__}) can't be stored as JSON")
 
 
 def from_json(kind: type[V], data: object, where: str = "") -> V:

@@ -1,7 +1,7 @@
-"""Text from anywhere, made safe to show: one sanitiser for Markdown, HTML, PDF, the terminal, JUnit and CSV.
+r"""Makes text from anywhere safe to show: one sanitiser for Markdown, HTML, PDF, the terminal, JUnit and CSV.
 
 A character that a screen hides or obeys (a control character, one that turns the direction of writing, one without
-width, half of a surrogate pair) is written as its escape, \\x1b or \\u202e, so that what is read is what is there.
+width, half of a surrogate pair) is written as its escape, \x1b or \u202e, so that what is read is what is there.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _escape(sign: str) -> str:
 
 
 def one_line(text: str, most: int | None = None) -> str:
-    """Without line breaks and hidden characters; the middle is left out where it is longer than `most`."""
+    """Without line breaks and hidden characters; the middle is cut out if it is longer than `most`."""
     line = visible(" ".join(text.split()))
     if most is None or len(line) <= most:
         return line
@@ -59,7 +59,7 @@ def cut(text: str, most: int = SHORT) -> str:
 
 
 def shown(value: object) -> str:
-    """A wrong value as an error shows it: as JSON writes it, at most 60 characters, whatever its size."""
+    """A wrong value as shown in an error: as JSON, at most 60 characters, whatever its size."""
     if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 256:
         return f"a whole number of {value.bit_length()} bits"
     try:
@@ -109,7 +109,7 @@ def _is_number(text: str) -> bool:
 
 
 def last_part(path: str) -> str:
-    """A path as a report may show it: an absolute one is cut to its last part.
+    """A path as a report may show it: an absolute path is reduced to its last part.
 
     >>> last_part("/home/me/models/llama"), last_part("models/llama")
     ('llama', 'models/llama')

@@ -1,4 +1,4 @@
-"""Words of noisescope as values: operator, group, place, site. No torch here.
+"""noisescope's terms as values: operator, group, place, site. Does not import torch.
 
 An operator is what is computed (`linear`, `softmax` ...), a place is where in the model (a block's index, or `embed`,
 `rotary`, `final_norm`, `lm_head`), a site is both with the module's name, the tensor and the phase.
@@ -19,7 +19,7 @@ NamedPlace = int | OuterPlace  # a place as reports have it, every name checked
 
 OPERATORS = ("linear", "matmul", "bmm", "softmax", "silu", "gelu", "norm", "embedding", "residual")
 FUSED = "attention"  # a fused attention call as a whole, where it is reported by itself; as a group it is another thing
-WHOLE = "module"  # a call of a module that is no operator, reported as a whole
+WHOLE = "module"  # a call of a module that is not an operator, reported as a whole
 ELEMENTWISE = "elementwise"  # adds, products, casts and copies, where a device gets them wrong wherever they occur
 DEVICE = "device"  # the place of such a fault; nothing can be injected there
 OUTER_PLACES: tuple[OuterPlace, ...] = ("embed", "rotary", "final_norm", "lm_head")
@@ -75,7 +75,7 @@ def place_order(place: Place) -> tuple[int, str]:
 
 @dataclass(frozen=True)
 class Site:
-    """Where a perturbation falls: a value, never a string to take apart again."""
+    """Where a perturbation is applied: a value, never a string to parse."""
 
     operator: str
     place: Place

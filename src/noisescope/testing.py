@@ -1,6 +1,6 @@
 """A tiny random model of every architecture noisescope knows: hidden 32, 4 heads, vocabulary 64, no download.
 
-The structure is that of the real architecture, so an injection falls on the same operators; only the sizes are small.
+The structure is that of the real architecture, so an injection applies to the same operators; only the sizes are small.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def tiny_model(name: str, *, layers: int = 2, seed: int = 0, biases: float = 0.0
 
 
 def tiny_inputs(name: str, *, batch: int = 2, length: int = 8, seed: int = 0) -> dict[str, Tensor]:
-    """Arguments for one forward: `model(**tiny_inputs("llama"))`. ViT takes images, so `length` is not for it."""
+    """Arguments for one forward: `model(**tiny_inputs("llama"))`. ViT takes images, so `length` does not apply."""
     if name not in MODELS:
         raise unknown("tiny model", name, MODELS)
     import torch

@@ -19,7 +19,7 @@ _OWNERS: dict[str, str] = {}  # registered name -> where its class is defined
 
 
 def registered(name: str) -> Callable[[type[_T]], type[_T]]:
-    """A class decorator: trials name the class so, wherever it is defined. A subclass needs a name of its own."""
+    """A class decorator: the name that trials use for the class, wherever it is. A subclass needs its own name."""
 
     def register(cls: type[_T]) -> type[_T]:
         here = f"{cls.__module__}.{cls.__qualname__}"
@@ -38,13 +38,13 @@ def class_name(cls: type) -> str:
 
 
 def function_name(value: Any) -> str:
-    """Module and qualified name of a function: all that is the same in every process. Its code is not looked at."""
+    """Module and qualified name of a function: all that is the same in every process. Its code is not examined."""
     bound = getattr(value, "__self__", None)
     if inspect.ismethod(value):
         if not isinstance(bound, type):
             raise InvalidInput(
-                f"{value!r} is a method of an object, whose state has no name: use a function, or a dataclass with "
-                "__call__"
+                f"{value!r} is a bound method, whose object has no stable name: use a function, or a dataclass with "
+                f"__call__"
             )
         return f"{class_name(bound)}.{value.__name__}"  # a class method may do something else in a subclass
     return _qualified(value)
@@ -59,7 +59,7 @@ def _qualified(value: Any) -> str:
     name = getattr(value, "__qualname__", "")
     if not name or "<" in name:  # "<lambda>", "<locals>"
         raise InvalidInput(
-            f"{value!r} has no name of its own, so a stored trial could not be told from another: define it with `def` "
-            "or `class` at the top level of a module"
+            f"{value!r} has no unique name, so stored trials with it can't be distinguished: define it with `def` "
+            f"or `class` at the top level of a module"
         )
     return f"{getattr(value, '__module__', None) or 'builtins'}.{name}"

@@ -1,7 +1,7 @@
 """A trial: what is done to the model x what is measured x which samples x which seed. A value; no torch here.
 
 Its id is the SHA-256 of its canonical content, so the same question asked twice is one trial, wherever and in whatever
-order it is asked. Paths, times and hosts are no part of it. How classes and functions are named: identity.py.
+order it is asked. Paths, times and hosts are not part of it. trial_id_names.py names classes and functions.
 """
 
 from __future__ import annotations
@@ -36,11 +36,13 @@ def canonical(value: Any) -> Any:
         return value
     if isinstance(value, float):
         if not math.isfinite(value):
-            raise InvalidInput(f"{value} can't be part of a trial: it equals nothing, so the trial could not be found")
+            raise InvalidInput(
+                f"{value} can't be part of a trial: it is not equal to itself, so the trial could not be found again"
+            )
         return {"float": (value + 0.0).hex()}  # -0.0 is 0.0
     if isinstance(value, Mapping):
         if any(not isinstance(key, (str, int)) for key in value):
-            raise InvalidInput(f"keys of a trial's settings are names or ints, got {sorted(map(repr, value))}")
+            raise InvalidInput(f"keys of a trial's settings must be names or ints, got {sorted(map(repr, value))}")
         return dict(sorted((_key(key), canonical(member)) for key, member in value.items()))
     if isinstance(value, (set, frozenset)):
         return {"set": sorted((canonical(member) for member in value), key=_order)}
@@ -75,8 +77,8 @@ def _fields(value: Any) -> dict[str, Any]:
     more = sorted(getattr(value, "__dict__", {}).keys() - fields.keys())
     if more and "__dataclass_fields__" not in vars(type(value)):
         raise InvalidInput(
-            f"{type(value).__qualname__} inherits from a dataclass and keeps {', '.join(more)} besides its fields, so "
-            "trials could not be told apart by it: make it a dataclass, too"
+            f"{type(value).__qualname__} inherits from a dataclass but has {', '.join(more)} in addition to its "
+            f"fields, so trials with it can't be distinguished: make it a dataclass too"
         )
     return fields
 
@@ -112,7 +114,7 @@ class Slice:
 @registered("noisescope.Trial")
 @dataclass(frozen=True)
 class Trial:
-    """One question to the model. `injection` carries its seed."""
+    """One question to the model. `injection` includes its seed."""
 
     conditions: Conditions
     measure: str
@@ -132,13 +134,13 @@ class Trial:
         return str(known)
 
     def content(self) -> str:
-        """The canonical JSON, to be kept beside the result."""
+        """The canonical JSON, stored with the result."""
         return json.dumps(canonical(self), separators=(",", ":"), sort_keys=True)
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a trial gave: a value per sample for each metric, or other numbers that its measure defines."""
+    """The result of a trial: a value per sample for each metric, or other numbers defined by its measure."""
 
     samples: tuple[int, ...] = ()
     values: Mapping[str, tuple[float | None, ...]] = field(default_factory=dict)  # None: not finite, or not defined
@@ -165,6 +167,6 @@ def slices(data: str, count: int, size: int) -> tuple[Slice, ...]:
 
 
 def missing(trials: Iterable[Trial], results: Results) -> list[Trial]:
-    """Those without a result, each once, in order."""
+    """Trials without a result, each once, in order."""
     wanted = {trial.id: trial for trial in trials}
     return [trial for identity, trial in wanted.items() if identity not in results]

@@ -104,7 +104,7 @@ def test_a_fault_of_one_step_recovers_or_not(subject, data):
     assert small.verdict == "pass" and small.criteria[0].value == 0
     assert wiped.verdict == "fail" and wiped.criteria[0].value == max(wiped.measured.recovery_steps) >= 5
     assert poisoned.verdict == "fail" and poisoned.criteria[0].value is None
-    assert "12 of 12 samples did not recover within the steps watched, < 5 steps required" in poisoned.message
+    assert "12 of 12 samples did not recover within the steps observed, < 5 steps required" in poisoned.message
     assert wiped.measured.hits.acted == 12  # one step of each sample
 
 
@@ -138,7 +138,7 @@ def test_a_test_that_can_not_run_does_not_stop_the_others(subject, data):
     seen: list[Any] = []
     tests = [case(["gain:1@99"], max_degradation=0.1), case(["gain:1e-7@0"], max_degradation=0.9)]
     rows = run_fault_tests(subject, tests, data, samples=2, on_result=seen.append)
-    assert rows == seen and rows[0].verdict == "undecided" and "could not be carried out" in rows[0].message
+    assert rows == seen and rows[0].verdict == "undecided" and "could not be run" in rows[0].message
     assert rows[1].criteria
 
 

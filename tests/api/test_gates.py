@@ -110,7 +110,7 @@ def test_strangers_are_refused_and_conditions_reported(subject, baseline):
     result = gate(half, baseline, answered_by(subject.model), samples=24, max_degradation=0.9)
     assert result.conditions.verdict == "undecided" and result.checks[0] is result.conditions
     assert result.conditions.differences == (Difference("dtype", "float32", "bfloat16"),)
-    assert result.headline.endswith("; other conditions than the baseline's")
+    assert result.headline.endswith("; conditions differ from the baseline's")
 
 
 def test_what_can_not_be_gated_is_refused(subject, baseline, tmp_path):

@@ -49,7 +49,7 @@ def test_a_given_record_is_used(subject: Subject, tmp_path: Path) -> None:
     ns.record(subject, output=tmp_path / "good.record", full_layers=[0], samples=2, max_tokens=8)
     asked = LocateOptions(method="replay", reference=tmp_path / "good.record", simulate=f"dead_zone:0.3@{PLACE}")
     verdict, _, _ = locate_simulated(subject, asked)
-    assert any("only those were seen" in note for note in verdict.notes)
+    assert any("only those were checked" in note for note in verdict.notes)
 
 
 def test_a_faulty_device_is_recorded(tmp_path: Path) -> None:

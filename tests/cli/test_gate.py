@@ -104,7 +104,7 @@ def test_migration_and_fault_tests(baseline, tmp_path):
         code, said = run("plan", "fault-tests", baseline, *options)
         assert code == 2 and reason in " ".join(said.split())
     code, said = run("plan", "fault-tests", baseline, "--run", "--model", "tiny:gpt2")
-    assert code == 2 and "the report is about LlamaForCausalLM" in said
+    assert code == 2 and "the report describes LlamaForCausalLM" in said
 
 
 @pytest.mark.parametrize("name", ["github", "gitlab"])

@@ -51,7 +51,7 @@ def test_json_says_the_same() -> None:
     assert found["operators"][4]["counts"] == {"linear": 10, "matmul": 4, "softmax": 2, "norm": 3, "residual": 1}
     assert found["left_alone"] == [] and found["possible"] == [] and found["absent"] == ["bmm", "silu", "gelu"]
     assert found["attention"] == {"implementation": "sdpa", "fused": True} and found["experts"] is None
-    assert found["notes"] == ["shared: only holds the table that the other embeddings share; it is never called"]
+    assert found["notes"] == ["shared: it only holds the table that the other embeddings share and is never called"]
     assert "modules" not in found
 
 

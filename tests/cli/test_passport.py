@@ -72,7 +72,7 @@ def test_differences_are_said_in_words_and_are_no_error(stored: Path, taken: dic
     path.write_text(json.dumps(other))
     found = run("--from", stored, "--diff", path)
     assert found.exit_code == 0 and "24 bits on" in found.output and "14 on X1 (npu)" in found.output
-    assert "X1 (npu) gives nonsense for the error against float64: all is wrong" in found.output
+    assert "X1 (npu) gives wrong results for the error against float64: all is wrong" in found.output
     machine = json.loads(run("--from", stored, "--diff", path, "--json").output)
     assert [difference["kind"] for difference in machine["differences"]] == ["health", "arithmetic"]
     shown = run("--from", path).output
@@ -94,11 +94,11 @@ def test_quick_against_whole_is_said(stored: Path, taken: dict[str, Any], tmp_pa
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        ('{"schema_version": 2, "executive_summary": {}}', "is no passport"),
-        ("[1, 2]", "is no passport"),
-        ("not json", "is no passport: Expecting value"),
-        ("", "is no passport: Expecting value"),
-        (b"\xff\xfe\x00", "is no passport: byte 0xff at 0 is not UTF-8"),
+        ('{"schema_version": 2, "executive_summary": {}}', "is not a passport"),
+        ("[1, 2]", "is not a passport"),
+        ("not json", "is not a valid passport: Expecting value"),
+        ("", "is not a valid passport: Expecting value"),
+        (b"\xff\xfe\x00", "is not a valid passport: byte 0xff at 0 is not UTF-8"),
         ('{"kind": "noisescope passport", "schema_version": 99}', "has schema version 99; this noisescope reads 2"),
         ('{"kind": "noisescope passport", "schema_version": 2}', "It is damaged"),
         (

@@ -65,7 +65,7 @@ def test_words_and_files(folder: Path, tmp_path: Path) -> None:
     )
     assert found["megabytes"] <= 1 and found["typical_kl"] is None and found["verified"] is False
     assert "QuantizationModifier" in recipe.read_text()
-    assert any("96 inputs are no multiple of 64" in note for note in found["notes"])  # the demo's width
+    assert any("96 inputs are not a multiple of 64" in note for note in found["notes"])  # the demo's width
     said = call("precision", folder, "--average-bits", 5, *FORMATS, "--export", "torchao", "-o", recipe)
     assert "note: model.layers.0." in said and "groups of 32" in said
     plan = tmp_path / "other" / "migration.json"

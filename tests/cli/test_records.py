@@ -58,7 +58,7 @@ def test_an_interrupted_record_says_what_is_left(tmp_path: Path, monkeypatch: py
             output = call("record", "demo", "-o", folder, "--samples", 2, code=130).output
         assert output.strip().startswith("interrupted.") and (left in output if left else "unfinished" not in output)
     output = call("record", "demo", "-o", folder, "--samples", 2, code=2).output
-    assert output == f"error: an unfinished record is in {folder}: remove it, or choose another with -o\n"
+    assert output == f"error: {folder} holds an unfinished record: remove it, or choose another folder with -o\n"
 
 
 def test_the_fault_is_named(records: Path) -> None:
@@ -75,7 +75,7 @@ def test_max_mape_decides_the_exit_code(records: Path, tmp_path: Path) -> None:
     pair = (records / "good.record", records / "bad.record")
     assert "exceeded" in call("compare", *pair, "--layers", "7", "--max-mape", 0.05, code=1).output
     assert "passed" in call("compare", *pair, "--layers", "6", "--max-mape", 0.05).output
-    assert "MAPE needs full detail" in call("compare", *pair, "--layers", "9", "--max-mape", 0.05, code=2).output
+    assert "MAPE needs full tensors" in call("compare", *pair, "--layers", "9", "--max-mape", 0.05, code=2).output
     file = tmp_path / "new" / "folder" / "c.json"
     printed = call("compare", *pair, "--layers", "7", "--max-mape", 0.05, "--json", "-o", file, code=1).stdout
     found = json.loads(printed)
@@ -138,7 +138,7 @@ def test_nan_is_printed_as_critical(records: Path, tmp_path: Path) -> None:
         and "not passed, 2 sites have NaN or infinite numbers on one side" in output
     )
     both = call("compare", pair[1], pair[1], "--layers", "7", "--max-mape", 0.05).output
-    assert "left out at" in both and "NaN or infinite on both sides, left out" in both
+    assert "were ignored at" in both and "NaN or infinite on both sides, left out" in both
 
 
 @dataclass(frozen=True)
@@ -177,11 +177,11 @@ def test_a_replay_from_the_command_line(tmp_path: Path) -> None:
     """`locate --reference` gives modules the record's inputs."""
     folder = tmp_path / "good.record"
     call("record", "demo", "-o", folder, "--samples", 2, "--full-layers", "7")
-    assert call("locate", "demo", "--reference", folder).output.startswith("healthy: no fault in")
+    assert call("locate", "demo", "--reference", folder).output.startswith("healthy: no fault found in")
     fault = "gain:0.01@7/linear/down_proj"
     output = call("locate", "demo", "--reference", folder, "--simulate", fault).output
     assert "linear at block 7 (model.layers.7.mlp.down_proj): gain" in output and "; found" in output
-    assert "is no record" in call("locate", "demo", "--reference", tmp_path, code=2).output
+    assert "is not a record" in call("locate", "demo", "--reference", tmp_path, code=2).output
 
 
 def logprob_file(path: Path, *, shift: int = 0, noise: float = 0.0) -> Path:
@@ -219,7 +219,7 @@ def test_two_systems_are_compared(tmp_path: Path) -> None:
     """A table of parts in words, the whole as JSON; exit code 1 where they differ."""
     file = tmp_path / "found.json"
     both = ("transformers:demo", "transformers:demo", "--samples", 2, "--max-tokens", 24)
-    assert "identical. Both systems give the same distributions." in call("compare", *both).output
+    assert "identical. Both systems give identical distributions." in call("compare", *both).output
     output = call("compare", *both, "--engine-args", "b.temperature=0.7", "-o", file, code=1).output
     assert "different. One cause: semantics: a reports at temperature 1, b at 0.7" in output
     rows = [line.split() for line in output.splitlines()]

@@ -166,4 +166,4 @@ def test_results_that_fit_no_question_are_one_line(result: dict[str, Any], tmp_p
             )
         db.commit()
     said = call("runs", "resume", tmp_path, code=2)
-    assert "run.sqlite is no store of results that fit their question: " in said and "another folder (-o)" in said
+    assert "run.sqlite is not a valid noisescope run: " in said and "another folder (-o)" in said

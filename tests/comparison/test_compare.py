@@ -77,7 +77,10 @@ def test_round_off_is_called_round_off(subject, good, tmp_path, detail, scale):
     assert 0 < found.blocks[-1].relative_l2 < 20 * scale
     least, most = (f(row.smallest_detectable for row in found.sites) for f in (min, max))
     assert least == pytest.approx(3 * 32 * 2.0**-24) and most >= 3 * found.blocks[-2].relative_l2
-    assert f"detected if it adds a relative L2 above {least:.2g}" in found.words and "a common gain if" in found.words
+    assert (
+        f"detected if it adds a relative L2 above {least:.2g}" in found.words
+        and ("a gain common to all elements if") in found.words
+    )
 
 
 FAULTS = [
@@ -185,7 +188,7 @@ def test_nan_on_both_sides_is_reported(subject, with_nan):
     full, width = with_nan["full"], subject.model.config.hidden_size
     found = ns.compare(full, full, max_mape=0.05)
     assert found.verdict == "identical" and found.passed is True and found.first is None
-    assert "left out at" in found.words and found.undecided == 0
+    assert "were ignored at" in found.words and found.undecided == 0
     assert f"{24 * width} of {256 * width} elements at linear at block 2" in found.words
     sketched = ns.compare(with_nan["sketch"], with_nan["sketch"])
     assert "2 prompts at linear at block 2" in sketched.words
@@ -209,7 +212,7 @@ def test_what_has_nothing_finite_is_undecided(subject, tmp_path):
     assert (here.worst_mape, here.passed, here.outcome) == (None, None, "undecided")
     nowhere = replace(found.sites[-1], nonfinite_both=7)
     assert verdict_of([nowhere], None) == "undecided"
-    assert describe([nowhere], None, "float32", 1).startswith("At none of the 1 sites is a finite number left on both")
+    assert describe([nowhere], None, "float32", 1).startswith("None of the 1 sites has finite values on both")
 
 
 def test_batches_do_not_change_the_mape(subject, tmp_path):
@@ -231,18 +234,18 @@ def test_the_mape_decides(good, broken):
     assert found.passed is False and found.worst_mape > 0.05 and found.worst_mape_site.place == 2
     assert {row.place for row in found.sites} == {2} and found.outcome == "fail"
     partly = ns.compare(good, other, max_mape=0.05)
-    assert partly.passed is False and any("the others are sketches" in note for note in partly.notes)
-    with pytest.raises(InvalidInput, match="MAPE needs full detail"):
+    assert partly.passed is False and any("the others were recorded as sketches" in note for note in partly.notes)
+    with pytest.raises(InvalidInput, match="MAPE needs full tensors"):
         ns.compare(good, other, layers=[3], max_mape=0.05)
     for layers in ([9], [1, 9]):
         with pytest.raises(
             InvalidInput, match="no site of layers 9 is in both records: choose from the blocks 0, 1, 2, 3"
         ):
             ns.compare(good, other, layers=layers, max_mape=0.05)
-    with pytest.raises(InvalidInput, match="no layers are chosen: name some of the blocks 0, 1, 2, 3"):
+    with pytest.raises(InvalidInput, match="no layers selected: choose from the blocks 0, 1, 2, 3"):
         compare_records(good, other, layers=[])
     for limit in (math.nan, math.inf, -0.1):
-        with pytest.raises(InvalidInput, match="not below 0; got"):
+        with pytest.raises(InvalidInput, match="at least 0, such as"):
             compare_records(good, other, max_mape=limit)
 
 
@@ -261,7 +264,7 @@ def test_sites_of_another_shape_do_not_pass(good, subject, tmp_path):
     assert found.passed is False and found.worst_mape == 0
     assert [site.module for site in found.uncompared] == ["model.layers.1.self_attn.q_proj"]
     assert f"{len(good.sites) - 1} of {len(good.sites)} sites could be compared" in found.words
-    assert any("1 sites are not compared" in note and "q_proj" in note for note in found.notes)
+    assert any("1 sites were not compared" in note and "q_proj" in note for note in found.notes)
     assert found.uncompared[0].place == 1 and len(found.sites) == len(good.sites) - 1
     assert ns.compare(good, other, layers=[1], max_mape=0.05).passed is False
     assert ns.compare(good, other, layers=[2], max_mape=0.05).passed is True
@@ -290,9 +293,9 @@ def test_sites_that_one_side_lacks_do_not_pass(good, swapped):
     assert found.passed is False and found.worst_mape == 0
     assert [site.module for site in found.uncompared] == list(lost)
     total = len(good.sites)
-    assert found.words.startswith("What could be compared is identical")
+    assert found.words.startswith("The sites that could be compared are identical")
     assert f"{total - 2} of {total} sites could be compared" in found.words
-    assert any("2 sites are not compared" in note and "down_proj" in note for note in found.notes)
+    assert any("2 sites were not compared" in note and "down_proj" in note for note in found.notes)
     assert ns.compare(*pair, layers=[1], max_mape=0.05).passed is False
     assert ns.compare(*pair, layers=[2], max_mape=0.05).passed is True
 
@@ -332,7 +335,7 @@ def test_few_numbers_show_no_gain(subject, tmp_path):
         found = ns.compare(record, record)
         assert (record.numbers() >= 40) is known
         assert {row.gain for row in found.sites} == ({0.0} if known else {None})
-        assert any("no gain can be detected" in note for note in found.notes) is not known
+        assert any("can't detect a gain" in note for note in found.notes) is not known
 
 
 def test_logits_are_compared_as_distributions(subject, good, broken):
@@ -461,9 +464,9 @@ def test_where_the_prediction_failed_the_injection_is_the_price(good, broken):
 
 def test_reports_that_do_not_fit_are_refused(good):
     """Another model's, and one without a map."""
-    with pytest.raises(InvalidInput, match="sensitivity report is about another model"):
+    with pytest.raises(InvalidInput, match="sensitivity report describes a different model"):
         ns.compare(good, good, sensitivity=report("f" * 64))
-    with pytest.raises(InvalidInput, match="no map of layers"):
+    with pytest.raises(InvalidInput, match="no layer x operator map"):
         ns.compare(good, good, sensitivity=replace(report(good.model), layer_analysis=None))
     for nats in (0, math.nan):
         with pytest.raises(InvalidInput, match="above 0"):
@@ -489,5 +492,5 @@ def test_a_comparison_is_saved_as_it_is(good, broken, tmp_path):
         with pytest.raises(InvalidInput, match=re.escape(reason)):
             Comparison.load(file)
     file.write_text("{")
-    with pytest.raises(InvalidInput, match="is no comparison"):
+    with pytest.raises(InvalidInput, match="is not a valid comparison"):
         Comparison.load(file)

@@ -17,14 +17,14 @@ TEXT = list(range(10, 30))
         (TEXT[:-1], False, "special tokens", "b lacks the token 29 at the end"),
         (TEXT[8:], False, "truncation", "b lacks tokens at the beginning"),
         (TEXT[:8], False, "truncation", "b lacks tokens at the end"),
-        ([10, 99, 98, *TEXT[2:]], True, "template", "they first differ at token 1: another chat template"),
+        ([10, 99, 98, *TEXT[2:]], True, "template", "they first differ at token 1: different chat template"),
         ([10, 99, *TEXT[2:]], False, "tokenizer", "they first differ at token 1"),
-        (list(range(50, 70)), False, "tokenizer", "fewer than half of the tokens are the same"),
+        (list(range(50, 70)), False, "tokenizer", "fewer than half of the tokens match"),
     ],
 )
 def test_kinds(b, chat, name, words):
     found = input_difference([TEXT, TEXT], [TEXT, b], chat=chat)
-    assert found.name == name and found.words.startswith("1 of 2 prompts have other token ids in b: ")
+    assert found.name == name and found.words.startswith("1 of 2 prompts have different token ids in b: ")
     assert words in found.words
 
 

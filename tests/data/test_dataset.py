@@ -254,9 +254,9 @@ def test_limit_and_take(write: Any) -> None:
     assert whole.take(2) == two and two.fingerprint != whole.fingerprint and len(two.items) == 2
     assert whole.take(9) == whole and dataclasses.replace(whole, note="n").take(1).note == "n"
     for wrong in (0, -1, True, 1.5, "3"):
-        with pytest.raises(InvalidInput, match="must be a whole number from 1 on, got"):
+        with pytest.raises(InvalidInput, match="must be an integer of at least 1, got"):
             whole.take(wrong)
-        with pytest.raises(InvalidInput, match="limit must be a whole number from 1 on, got"):
+        with pytest.raises(InvalidInput, match="limit must be an integer of at least 1, got"):
             read_data("nowhere.jsonl", limit=wrong)
 
 
@@ -327,7 +327,7 @@ def test_parquet_mistakes(tmp_path: Path, write: Any) -> None:
     with pytest.raises(InvalidInput, match=r"x\.parquet, row 1 has none .* Fields found: body, id"):
         read_data(tmp_path / "x.parquet")
     (tmp_path / "x.parquet").write_bytes(b"no parquet")
-    with pytest.raises(InvalidInput, match=r"x\.parquet is no Parquet that can be read: ArrowInvalid"):
+    with pytest.raises(InvalidInput, match=r"x\.parquet is not a valid Parquet file: ArrowInvalid"):
         read_data(tmp_path / "x.parquet")
 
 

@@ -117,7 +117,7 @@ def test_the_limit() -> None:
     docs = [CAPITAL, CAPITAL, {"broken": True}]
     assert len(from_task(Task("multiple_choice", docs), limit=2).items) == 2
     for wrong in (0, True, 1.5):
-        with pytest.raises(InvalidInput, match="limit must be a whole number from 1 on"):
+        with pytest.raises(InvalidInput, match="limit must be an integer of at least 1"):
             from_task(Task("multiple_choice", docs), limit=wrong)
 
 

@@ -313,7 +313,7 @@ def test_what_can_not_be_encoded() -> None:
         encode(data(Item(0, text="a b"), Item(1, text="a")), tokenizer("words"))
     assert only(encode(data(Item(0, text="a")), tokenizer("bos"))).start == 1  # predicted from bos
     for wrong in (1, 0, True, 2.5):
-        with pytest.raises(InvalidInput, match="max_tokens must be a whole number from 2 on"):
+        with pytest.raises(InvalidInput, match="max_tokens must be an integer of at least 2"):
             encode(data(Item(0, text="a b")), tokenizer("words"), max_tokens=wrong)
 
 

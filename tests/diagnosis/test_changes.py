@@ -150,7 +150,7 @@ def test_identical_runs_do_not_differ() -> None:
         else:
             assert row.statistic == "mean" and change.low < 0 < change.high and row.smallest_detectable > 0
     assert found.verdict.word == UNCHANGED
-    assert "to the last bit" in found.notes[0]
+    assert "bit for bit" in found.notes[0]
     assert from_json(ComparedRuns, json.loads(json.dumps(to_json(whole), allow_nan=False))) == whole
 
 

@@ -57,7 +57,7 @@ def test_a_window_collapses_into_the_layer_that_accounts_for_it() -> None:
     )
     (finding,) = [one for one in ranked_findings(found) if one.rated]
     assert finding.component == "layer 0"
-    assert finding.notes == ("layers 0 to 2: 32.0 % lost, no more than here as far as this run could detect",)
+    assert finding.notes == ("layers 0 to 2: 32.0 % lost, not detectably more than here",)
 
 
 def test_a_part_is_no_milder_than_the_whole_that_it_accounts_for() -> None:

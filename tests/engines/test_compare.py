@@ -210,7 +210,7 @@ def test_a_temperature_is_told_from_a_scaled_head(tiny, prompts):
     assert [cause.name for cause in report.causes] == ["temperature"]
     assert [cause.stage for cause in weights.causes] == ["state"]
     assert report.total.value == pytest.approx(weights.total.value, rel=1e-3)
-    assert "b's values are those after sampling" in report.words
+    assert "b's values are after the sampling temperature" in report.words
 
 
 @pytest.mark.parametrize(
@@ -282,7 +282,7 @@ def test_logits_and_penalties_in_reports_are_found(tiny, prompts):
     assert logits.causes[0].name == "other processing" and "reports logits" in logits.words
     assert logits.total.value is None and logits.total.note == "not measurable"
     found = compare_systems(a, Altered(tiny(), penalised), (prompts, prompts))
-    assert found.causes[0].name == "other processing" and "a penalty, a bias" in found.words
+    assert found.causes[0].name == "other processing" and "a penalty, bias" in found.words
 
 
 def test_other_token_ids_are_a_cause(tiny, prompts):
@@ -316,7 +316,7 @@ def test_the_band_decides_what_operators_do_not_show(tiny, prompts):
     found = compare_systems(a, b, (prompts, prompts), band=band)
     assert found.verdict == "different" and not found.causes and "above the " in found.words
     found = compare_systems(a, b, (prompts, prompts))
-    assert found.verdict == "round-off" and "no band was measured" in found.words
+    assert found.verdict == "round-off" and "no round-off band was measured" in found.words
 
 
 def test_a_band_needs_tokens_and_transformers(tiny, prompts):

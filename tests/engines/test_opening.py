@@ -16,7 +16,7 @@ def test_arguments_are_of_both_sides_or_one():
     assert read_arguments(words, "a") == {"dtype": "float32", "max_num_seqs": 8}
     assert read_arguments(words, "b") == {"dtype": "float32", "temperature": 0.7, "enforce": True, "x": None}
     for wrong in ("dtype", "=1", "c.dtype=float32"):
-        with pytest.raises(InvalidInput, match="an engine argument is NAME=VALUE"):
+        with pytest.raises(InvalidInput, match="an engine argument must be NAME=VALUE"):
             read_arguments((wrong,))
 
 
@@ -24,7 +24,7 @@ def test_sampling_settings_say_what_is_reported():
     engine = open_engine("transformers", "tiny:llama", {"temperature": 0.5, "top_k": 3})
     assert engine.facts.sampling == Sampling(0.5, 1.0, 3, processed=True)
     assert engine.facts.engine == "transformers" and engine.facts.attention == "sdpa"
-    with pytest.raises(InvalidInput, match="temperature, top_p and top_k are numbers"):
+    with pytest.raises(InvalidInput, match="temperature, top_p and top_k must be numbers"):
         open_engine("transformers", "tiny:llama", {"temperature": "warm"})
 
 

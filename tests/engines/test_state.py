@@ -27,7 +27,7 @@ def test_kinds_of_difference(tiny):
     b.model.register_buffer("more", torch.ones(1))
     notes = find_state(a, b)[1]
     assert any("is (64, 32) in a and (8, 32) in b: not compared" in note for note in notes)
-    assert any("a lacks 1 tensors, which are not compared (more)" in note for note in notes)
+    assert any("a lacks 1 tensors, which were not compared (more)" in note for note in notes)
 
 
 def test_a_table_that_is_no_power_of_one_base_has_no_base_in_words(tiny):

@@ -159,5 +159,5 @@ def test_an_error_of_a_listener_leaves_vllm_usable(vllm, prompts):
 def test_a_prompt_in_pieces_is_refused(vllm, prompts, monkeypatch):
     """A forward that runs a part of the prompt would be compared with the whole of it."""
     monkeypatch.setattr(vllm, "_run", lambda ids: type(vllm)._run(vllm, ids[:-2]))
-    with pytest.raises(ns.InvalidInput, match=r"ran .* tokens of a prompt of .*: switch prefix caching off"):
+    with pytest.raises(ns.InvalidInput, match=r"ran .* tokens of a prompt of .*: turn off prefix caching"):
         vllm.logits(prompts[0])

@@ -71,7 +71,7 @@ def test_noise_in_a_worker_is_that_of_the_prompt_whatever_the_batch(tmp_path):
     variables = launch.environment(0.05, **asked)
     clean = run_vllm(tmp_path, variables)
     assert clean["together"] == clean["alone"]
-    with pytest.raises(NothingInjected, match="0 of 1 workers report"):
+    with pytest.raises(NothingInjected, match="0 of 1 workers reported"):
         launch.confirm(variables["NOISESCOPE_TALLY"], workers=1)
     variables = launch.environment(0.05, **asked, without_gradients=True, schedule="linear", steps=10)
     tally = variables["NOISESCOPE_TALLY"]

@@ -127,7 +127,7 @@ def test_what_the_environment_asks_for(monkeypatch, tmp_path):
     launch.set_step(found.tally, 10)
     assert found.step() == 10 and found.injection(10).perturbation.scale == pytest.approx(0.0002)
     (found.tally / "step").write_text("soon", encoding="utf-8")
-    with pytest.raises(InvalidInput, match="is no trainer's step"):
+    with pytest.raises(InvalidInput, match="is not a valid step file"):
         found.step()
     assert found.injection(0).seed == 5 != found.injection(10).seed
     monkeypatch.setenv("NOISESCOPE_TRAINING_ONLY", "1")
@@ -153,23 +153,23 @@ def test_the_forward_of_vllm_is_wrapped_once(monkeypatch):
 
 
 def test_what_noise_would_miss_is_refused(monkeypatch):
-    with pytest.raises(InvalidInput, match="Give enforce_eager=True"):
+    with pytest.raises(InvalidInput, match="pass enforce_eager=True"):
         check_supported(config(mode=3))
     with pytest.raises(InvalidInput, match="tensor_parallel_size=1, got 2"):
         check_supported(config(ranks=2))
-    with pytest.raises(InvalidInput, match="this prompt is embeddings"):
+    with pytest.raises(InvalidInput, match="this prompt consists of embeddings"):
         prompt_name(None)
     model = Model()
     probe = FlatProbe(model, noise().injection(0), anatomy=ModuleMap.of(model).anatomy, check=False)
     probe.rows([1, 2], torch.tensor([0]))
-    with probe, pytest.raises(InvalidInput, match="2 tokens have names"):
+    with probe, pytest.raises(InvalidInput, match="2 tokens are named"):
         model(torch.tensor([1, 2]), torch.tensor([0, 1]))
 
 
 def test_schedules_and_steps_are_checked(tmp_path):
-    with pytest.raises(InvalidInput, match="is for rollout workers"):
+    with pytest.raises(InvalidInput, match="works only in rollout workers"):
         launch.environment(schedule="linear", steps=5, tally=tmp_path)
     with pytest.raises(InvalidInput, match="unknown schedule"):
         launch.environment(schedule="square")
-    with pytest.raises(InvalidInput, match="a step is a whole number"):
+    with pytest.raises(InvalidInput, match="a step must be an integer"):
         launch.set_step(tmp_path, -1)

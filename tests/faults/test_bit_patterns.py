@@ -61,7 +61,7 @@ def test_each_element_may_have_its_own_bit(dtype):
 
 def test_a_bit_that_the_dtype_has_not_is_refused():
     """The error names the dtype's bits."""
-    with pytest.raises(InvalidInput, match=r"bit 20 does not exist in bfloat16: .* 15 \(the sign\).* begins at 7"):
+    with pytest.raises(InvalidInput, match=r"bit 20 does not exist in bfloat16: .* 15 \(sign\).* starts at 7"):
         bit_patterns.stick_bit(some(torch.bfloat16), 20, 1)
 
 

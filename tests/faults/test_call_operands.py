@@ -272,7 +272,7 @@ def test_activation_functions_are_called_with_their_own_settings():
 
 def test_an_activation_that_overwrote_its_input_is_refused():
     """Nothing is left to compute it from."""
-    with pytest.raises(InvalidInput, match="writes its result over its input"):
+    with pytest.raises(InvalidInput, match="overwrites its input"):
         act(ActivationTable(), recorded("silu", nn.SiLU(inplace=True), (draw(3),)))
 
 

@@ -286,7 +286,7 @@ def test_stale_tile(dtype):
     expected[2:4, 8:12] = second.view(10, 48)[2:4, 8:12]  # what was computed, not what was given out
     assert torch.equal(result(fault, short, memory), expected.view_as(short))
     assert torch.equal(result(fault, third[:1, :1], memory), third[:1, :1])
-    with pytest.raises(InvalidInput, match="begins at column 60, but the output has 48"):
+    with pytest.raises(InvalidInput, match="starts at column 60, but the output has 48"):
         result(StaleTile(column=60), first)
 
 
@@ -300,7 +300,7 @@ def test_block_scale(dtype):
     half = y.clone()
     half[..., 32:] /= 2
     assert torch.equal(result(BlockScale(0.5, block=1), y), half)
-    with pytest.raises(InvalidInput, match="block 2 of 32 channels begins beyond the 48"):
+    with pytest.raises(InvalidInput, match="block 2 of 32 channels starts beyond the tensor's 48"):
         result(BlockScale(block=2), y)
 
 
@@ -390,14 +390,14 @@ def test_every_class_that_a_locator_can_name_has_a_family():
         (lambda: Gain(rate=1.2), "rate of gain must be from 0 to 1"),
         (lambda: Gain(duration=0), "duration of gain must be at least 1"),
         (lambda: Gain(start=-1), "start of gain must be at least 0"),
-        (lambda: Gain(channels=1.5), "channels as a share must be above 0 and at most 1"),
-        (lambda: Gain(channels="3"), "must be a list of numbers from 0 on, got '3'"),
-        (lambda: Gain(channels=[]), "must be a list of numbers from 0 on"),
-        (lambda: Gain(channels=[-1]), "must be a list of numbers from 0 on"),
+        (lambda: Gain(channels=1.5), "a share of channels must be above 0 and at most 1"),
+        (lambda: Gain(channels="3"), "must be a list of numbers of at least 0, got '3'"),
+        (lambda: Gain(channels=[]), "must be a list of numbers of at least 0"),
+        (lambda: Gain(channels=[-1]), "must be a list of numbers of at least 0"),
         (lambda: Gain(channels=True), "a share such as 0.1"),
-        (lambda: Gain(channels={"every": 3}), "a lane is"),
-        (lambda: Lanes(8, 8), "a lane's offset is below its period 8, got 8"),
-        (lambda: DeadLane().resized(3), "dead_lane has no size"),
+        (lambda: Gain(channels={"every": 3}), "a lane must look like"),
+        (lambda: Lanes(8, 8), "a lane's offset must be below its period 8, got 8"),
+        (lambda: DeadLane().resized(3), "dead_lane takes no size"),
         (lambda: fault_from_dict({"magnitude": 3}), 'a JSON object with "family"'),
         (lambda: fault_from_dict({"family": "dead_zne"}), "Did you mean 'dead_zone'"),
         (lambda: fault_from_dict({"family": "gain", "magntude": 3}), "unknown setting of gain 'magntude'"),

@@ -71,22 +71,22 @@ def test_the_forms_of_common_fields():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("dead_zone:0.3", r"names no place.*family\[:size\]\[,key=value...\]@place"),
-        ("dead_zone:0.3@", "names no place"),
+        ("dead_zone:0.3", r"does not say where.*family\[:size\]\[,key=value...\]@place"),
+        ("dead_zone:0.3@", "does not say where"),
         ("deadzone:0.3@10", "unknown fault family 'deadzone'.*Did you mean 'dead_zone'"),
         ("dead_zone:magnitud=0.3@10", "unknown setting of dead_zone 'magnitud'.*Did you mean 'magnitude'"),
         ("dead_zone:0.3,0.4@10", "magnitude is given twice"),
         ("dead_zone:0.3,magnitude=0.4@10", "magnitude is given twice"),
-        ("dead_lane:3@10", "dead_lane has no size, got '3'"),
+        ("dead_lane:3@10", "dead_lane takes no size, got '3'"),
         ("dead_zone:lots@10", "must be a finite number, got 'lots'"),
         ("dead_zone:nan@10", "must be a finite number"),
         ("dead_zone@lm_haed", "unknown place 'lm_haed'.*Did you mean 'lm_head'"),
         ("dead_zone@-1", "place -1 is negative"),
         ("dead_zone@3/sofmax", "unknown operator 'sofmax'.*Did you mean 'softmax'"),
-        ("dead_zone@3/matmul#x", "after # comes the number"),
+        ("dead_zone@3/matmul#x", "must follow #"),
         ("dead_zone@3/linear/a b", "module must be a dotted name or a pattern"),
-        ("dead_zone:channels=1.5@3", "channels as a share"),
-        ("dead_zone:channels=every4+4@3", "a lane's offset is below its period"),
+        ("dead_zone:channels=1.5@3", "a share of channels"),
+        ("dead_zone:channels=every4+4@3", "a lane's offset must be below its period"),
         ("dead_zone:relative_to=median@3", "unknown relative_to of dead_zone 'median'. Allowed: max, std"),
     ],
 )
@@ -116,9 +116,9 @@ def test_the_operator_meant_where_none_is_named(fault, where, operator):
 
 def test_a_family_at_an_operator_that_it_can_not_act_on():
     """The message says where it acts and how to write that."""
-    with pytest.raises(InvalidInput, match=r"exp_table acts on softmax, and not on linear: say exp_table@3/softmax"):
+    with pytest.raises(InvalidInput, match=r"exp_table acts on softmax, not on linear: write exp_table@3/softmax"):
         Where(3, "linear").of(ExpTable())
-    with pytest.raises(InvalidInput, match="rounding_mode acts on linear, matmul, bmm, and not on residual"):
+    with pytest.raises(InvalidInput, match="rounding_mode acts on linear, matmul, bmm, not on residual"):
         Where(3, "residual").of(make_fault("rounding_mode"))
     assert Where(3, "gemm").of(make_fault("rounding_mode")).operator == "gemm"
 

@@ -223,11 +223,11 @@ def test_the_whole_model(llama):
         ((Gain(), 3), InvalidInput, "layer 3 is out of range: the model has 3 blocks, 0 to 2"),
         ((Gain(), "1/gelu"), NothingInjected, "operator 'gelu' does not exist"),
         ((Gain(), "1/linear/nothing"), NothingInjected, "matches no operator's module"),
-        ((ExpTable(), "1/linear"), InvalidInput, "exp_table acts on softmax, and not on linear"),
-        ((Gain(),), InvalidInput, "say where the fault sits, once"),
+        ((ExpTable(), "1/linear"), InvalidInput, "exp_table acts on softmax, not on linear"),
+        ((Gain(),), InvalidInput, "give the place of the fault exactly once"),
         (("gain@1", 1), InvalidInput, "the place is given twice"),
-        (("gain",), InvalidInput, "say where the fault sits"),
-        ((0.3, 1), InvalidInput, "a fault is a value such as DeadZone"),
+        (("gain",), InvalidInput, "give the place of the fault"),
+        ((0.3, 1), InvalidInput, "a fault must be a value such as DeadZone"),
         ((Gain(), "middle"), InvalidInput, "unknown place 'middle'"),
     ],
 )
@@ -248,11 +248,11 @@ def test_nothing_injected_is_an_error(llama):
     uncalled = faulty(llama, Gain(), 1).__enter__()
     with pytest.raises(NothingInjected, match="was not called"):
         uncalled.__exit__(None, None, None)
-    never_due = pytest.raises(NothingInjected, match=r"from forward 2 on \(from 0\), and the scope saw 2")
+    never_due = pytest.raises(NothingInjected, match=r"start at forward 2 \(counted from 0\), but only 2 ran")
     with never_due, faulty(llama, Gain(start=2), 1):
         run(llama)
         run(llama)
-    too_few = pytest.raises(NothingInjected, match="call 5 of matmul within its module, and none had that many")
+    too_few = pytest.raises(NothingInjected, match="call 5 of matmul within its module, but no module made that many")
     with too_few, faulty(llama, Gain(), "1/matmul#5"):
         run(llama)
     llama.model.layers[2].forward = lambda hidden_states, **kwargs: hidden_states
@@ -263,7 +263,11 @@ def test_nothing_injected_is_an_error(llama):
 def test_a_token_embedding_has_no_faulty_input(llama):
     """An output that is no tensor of numbers is refused by name."""
     llama.model.embed_tokens.forward = lambda ids: ids
-    refused = pytest.raises(InvalidInput, match=r"gave torch\.int64; faults fall on floating-point tensors")
+    refused = pytest.raises(
+        InvalidInput,
+        match=r"returned torch\.int64, but faults apply only to floating-point "
+        r"tensors",
+    )
     with refused, faulty(llama, Gain(), "embed"):
         run(llama)
 
@@ -458,6 +462,6 @@ def test_a_scope_opens_once_and_not_twice_at_a_time(llama):
     """As every scope."""
     scope = faulty(llama, DeadZone(0.3), 1)
     with scope:
-        with pytest.raises(ModelHeld, match="open already"):
+        with pytest.raises(ModelHeld, match="already open"):
             scope.__enter__()
         run(llama)

@@ -206,7 +206,7 @@ def test_a_missing_part_is_never_low_risk(arguments: Any, level: str) -> None:
 
 def test_impossible_channel_counts_are_refused() -> None:
     """More outliers than channels means that the count of channels was guessed."""
-    with pytest.raises(InvalidInput, match="real channel counts"):
+    with pytest.raises(InvalidInput, match="actual channel counts"):
         f.report_risk({"softmax": 0.1}, 0, 100, 64)
 
 
@@ -258,7 +258,7 @@ def test_a_finding_is_json() -> None:
         (lambda: Recommendation("MODERATE", "x", "y", "z"), "CRITICAL, HIGH, MEDIUM, LOW"),
         (lambda: f.outlier_advice("W2A2"), "W8A8, W4A16, W4A4"),
         (lambda: f.operator_advice("softmx"), "Did you mean 'softmax'"),
-        (lambda: Window(5, 3, 0.1), "both included"),
+        (lambda: Window(5, 3, 0.1), "both inclusive"),
     ],
 )
 def test_mistakes_are_named(call: Any, words: str) -> None:
@@ -291,7 +291,7 @@ def test_every_operator_has_advice() -> None:
 def test_advice_does_not_harm() -> None:
     """No epsilon is prescribed, and FP16 is bound to a look at the maximum."""
     assert not any("1e-5" in text for text in f.ADVICE.values())
-    assert "trained with" in f.ADVICE["norm"]
+    assert "keep the trained value" in f.ADVICE["norm"]
     assert "65504" in f.ADVICE["critical layers"] and "BF16" in f.ADVICE["critical layers"]
     assert not any("FP16" in text for name, text in f.ADVICE.items() if name != "critical layers")
 

@@ -269,7 +269,7 @@ def all_readers() -> Iterator[Reader]:
     yield Reader("store, its trials", "x.json", lambda path: row(path, text_of(path)), trial, is_json=True)
     yield Reader("gate history", "gate.json", gate, files("gate"), is_json=True)
     yield Reader("config.json", "config.json", config, files("config"), is_json=True)
-    yield Reader("index of shards", "model.safetensors.index.json", index, files("index"), is_json=True)
+    yield Reader("shard index", "model.safetensors.index.json", index, files("index"), is_json=True)
     yield Reader("safetensors", "model.safetensors", checkpoint, files("safetensors"))
     yield Reader("GGUF", "tiny.gguf", gguf_facts, files("gguf"))
     yield Reader("msprobe dump.json", "dump.json", dumped, files("dump"), is_json=True)

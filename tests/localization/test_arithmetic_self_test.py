@@ -113,7 +113,7 @@ def test_consequences_come_after_the_device():
         faults = self_test_of(tiny_model("gpt2"))
     device, first, second = with_self_test(faults, [linear, norm])
     assert device.site.place == DEVICE
-    assert "likely a consequence of the device's multiply" in first.evidence
+    assert "probably caused by the device's multiply" in first.evidence
     assert second == linear
 
 

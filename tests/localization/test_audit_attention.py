@@ -67,7 +67,7 @@ def test_keys_that_are_rotated_one_position_off(model, implementation, layers, m
         "input",
     )
     assert suspect.fault_class == "position"
-    assert f"should be keys of model.layers.{place}.self_attn as LlamaAttention makes it" in suspect.evidence
+    assert f"expected: keys of model.layers.{place}.self_attn as LlamaAttention computes it" in suspect.evidence
     assert [site.place for site in suspect.also] == ([1] if layers == "all" else [])
     monkeypatch.undo()
     assert audit(model, quick=True).verdict == "healthy"
@@ -87,7 +87,7 @@ def test_heads_that_get_the_keys_of_another_group(layers, monkeypatch):
         "matmul",
         "input",
     )
-    assert first.fault_class == "swapped channels" and "head 1 holds what belongs to head 2" in first.evidence
+    assert first.fault_class == "swapped channels" and "head 1 holds the values of head 2" in first.evidence
     assert (1 in {site.place for site in first.also}) == (layers == "all")
 
 
@@ -181,7 +181,7 @@ def sees_padding(query: Tensor, kwargs: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("change", "quick", "words"),
-    [(sees_all, True, "its mask is ignored"), (sees_padding, False, "only the causal part of its mask counts")],
+    [(sees_all, True, "its mask is ignored"), (sees_padding, False, "only the causal part of its mask is applied")],
 )
 def test_masks_that_the_kernel_ignores(change, quick, words):
     """It is given the right ones: the call itself is wrong, in every layer, and it is one suspect."""
@@ -212,7 +212,7 @@ def test_a_cache_whose_first_slot_holds_the_second(monkeypatch):
     assert suspect.fault_class == "stale data" and len(suspect.also) == LAYERS - 1
     assert suspect.row_words.startswith("token 0 of every sequence")
     assert "in decode 2 x 2 tokens after 8" in suspect.evidence
-    assert "should be values of" in suspect.evidence
+    assert "expected: values of" in suspect.evidence
     monkeypatch.undo()
     assert audit(model, tokens=8, batch=2, decode=2).verdict == "healthy"
 
@@ -243,7 +243,7 @@ def test_memory_of_a_cache_that_changes_between_two_steps(which):
     model.register_forward_pre_hook(spoil, with_kwargs=True)
     (suspect,) = audit(model, tokens=8, batch=2, decode=3).suspects
     assert (suspect.site.place, suspect.site.tensor) == (1, "input")
-    assert suspect.rows == ((0, 3),) and f"should be {which} of" in suspect.evidence
+    assert suspect.rows == ((0, 3),) and f"expected: {which} of" in suspect.evidence
     assert "in decode" in suspect.evidence
 
 

@@ -47,7 +47,7 @@ def test_one_element_of_a_product_off_by_one_ulp(layer):
     (suspect,) = quick(model).suspects
     assert str(suspect.site) == f"input of linear at block {layer} (model.layers.{layer}.mlp.down_proj)"
     assert "1 of 4096 elements differ" in suspect.evidence and suspect.rows == ((0, 3),)
-    assert f"as LlamaMLP makes it after model.layers.{layer}.mlp.up_proj" in suspect.evidence
+    assert f"as LlamaMLP computes it after model.layers.{layer}.mlp.up_proj" in suspect.evidence
 
 
 def dead_zone(y):
@@ -96,7 +96,7 @@ def test_the_call_that_gave_what_belongs_there_is_named():
     model = tiny_model("llama", layers=3)
     model.model.layers[0].register_forward_hook(lambda module, args, y: 1.01 * y)
     suspect = first_of(quick(model))
-    assert "should be input of model.layers.1 as LlamaModel makes it, which is what model.layers.0 gave" in (
+    assert "expected: input of model.layers.1 as LlamaModel computes it, which is the output of model.layers.0" in (
         suspect.evidence
     )
     assert suspect.fault_class == "gain" and "in prefill 2 x 32 tokens" in suspect.evidence
@@ -123,7 +123,7 @@ def test_logits_changed_after_the_head():
     model.forward = forward
     (suspect,) = quick(model).suspects
     assert (suspect.site.place, suspect.site.module, suspect.fault_class) == ("lm_head", "", "gain")
-    assert "which is what lm_head gave" in suspect.evidence
+    assert "which is the output of lm_head" in suspect.evidence
 
 
 def without_residual(self, x, **others):
@@ -221,7 +221,7 @@ def test_multihead_attention_is_judged_inside():
     model = tiny_model("transformer_encoder")
     model.layers[1].self_attn.register_forward_hook(lambda module, args, y: (1.01 * y[0], *y[1:]))
     (suspect,) = quick(model, inputs).suspects
-    assert "which is what layers.1.self_attn gave" in suspect.evidence
+    assert "which is the output of layers.1.self_attn" in suspect.evidence
 
     class Projection(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):

@@ -92,7 +92,7 @@ def test_a_router_that_chooses_or_weighs_otherwise(which):
     gate.forward = forward
     verdict = audit(model, quick=True)
     assert named(verdict) == [(1, "model.layers.1.mlp.gate", "output")]
-    assert ("other indices than the code chooses" in verdict.suspects[0].evidence) == (which == "choice")
+    assert ("the indices differ from those the code selects" in verdict.suspects[0].evidence) == (which == "choice")
 
 
 def test_a_sum_of_lora_that_is_scaled_otherwise():

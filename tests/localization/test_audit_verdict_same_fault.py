@@ -113,4 +113,4 @@ def test_stale_rows_name_the_earlier_call_and_the_rows(model):
     patched(model.model.layers[2].self_attn.o_proj, stale)
     (only,) = audit(model, quick=True).suspects
     assert (only.site.place, only.fault_class) == (2, "stale data")
-    assert "what belongs to another call" in only.evidence and {token for _, token in only.rows} == {3, 4, 5}
+    assert "another call's values" in only.evidence and {token for _, token in only.rows} == {3, 4, 5}

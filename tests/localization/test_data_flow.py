@@ -47,8 +47,8 @@ def difference(
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        (False, "input of layers.1.attn as Attention makes it after layers.1.v_proj"),
-        (True, "input of layers.1.attn as Attention makes it, which is what layers.1.v_proj gave"),
+        (False, "input of layers.1.attn as Attention computes it after layers.1.v_proj"),
+        (True, "input of layers.1.attn as Attention computes it, which is the output of layers.1.v_proj"),
     ],
 )
 def test_how_a_tensor_should_be_made(source, words):
@@ -109,7 +109,7 @@ def test_more_keys_than_queries_come_from_a_cache(path, words):
 def test_indices_and_masks():
     chosen = torch.tensor([[1, 0], [2, 3]])
     hint = about_difference(difference(chosen, chosen.flip(-1), tensor="output", path="2")).hint
-    assert hint is not None and "other indices" in hint.text
+    assert hint is not None and "indices differ" in hint.text
     mask = torch.ones(1, 1, 3, 3).tril().bool()
     hint = about_difference(difference(mask, ~mask, operator="attention", path="1.attn_mask")).hint
     assert hint is not None and hint.fault_class == "mask"
@@ -126,12 +126,12 @@ def test_scores_that_differ_where_one_is_shut_out():
 
 
 def test_a_hint_counts_where_the_pattern_says_less():
-    hint = Pattern("position", 0.8, "other angles")
+    hint = Pattern("position", 0.8, "rotary angles")
     for kind, confidence, expected, text in (
-        ("unknown", 0.3, "position", "other angles"),
-        ("rows", 0.9, "position", "other angles; three rows"),
+        ("unknown", 0.3, "position", "rotary angles"),
+        ("rows", 0.9, "position", "rotary angles; three rows"),
         ("gain", 0.9, "gain", "three rows"),
-        ("gain", 0.5, "position", "other angles"),
+        ("gain", 0.5, "position", "rotary angles"),
     ):
         found = About("keys", hint).refine(Pattern(kind, confidence, "three rows"))
         assert (found.fault_class, found.text, found.details["made_as"]) == (expected, text, "keys")

@@ -113,7 +113,7 @@ def test_a_norm_that_never_goes_to_float32_is_named(name, dtype, path, function,
     first = verdict.suspects[0]
     assert verdict.verdict == "faulty" and len(verdict.suspects) == 1
     assert (first.site.operator, first.site.module) == ("norm", path)
-    assert kind is None or (first.fault_class == kind and "made-up rows" in first.evidence)
+    assert kind is None or (first.fault_class == kind and "synthetic rows" in first.evidence)
 
 
 @pytest.mark.parametrize("how", ["mode", "patched"])
@@ -141,7 +141,7 @@ def test_a_cubic_exponential_in_fused_attention_is_named(monkeypatch, name, how)
         verdict = located(model)
     first = verdict.suspects[0]
     assert (first.site.operator, first.fault_class) == ("attention", "function table"), first
-    assert "poor exponential" in first.evidence
+    assert "exp is inaccurate" in first.evidence
 
 
 def test_a_poor_exponential_in_softmax_is_named():

@@ -127,11 +127,12 @@ def test_prompts_share_forwards_as_they_did_on_the_suspect(model, batch, recorde
 
 
 def test_another_seed_is_no_identity(model, recorded):
-    """With a seed that is not the failure's, no candidate repeats it; wrong layers come as near, so none is named."""
+    """With a seed that is not the failure's, no candidate reproduces it; wrong layers come as near, so none is
+    named."""
     verdict = fingerprint(model, recorded("noise:0.05,seed=8@3"), mode="same-seed", seed=7, families=["noise"])
     assert (verdict.verdict, verdict.suspects) == ("undecided", ())
     assert "the logits differ in 12 of 12 prompts" in verdict.notes[0]
-    assert "no candidate repeats" in verdict.notes[1] and "wrong layers" in verdict.notes[1]
+    assert "no candidate reproduces" in verdict.notes[1] and "wrong layers" in verdict.notes[1]
 
 
 @pytest.mark.parametrize("mode", ["blind", "same-seed"])
@@ -175,7 +176,7 @@ def test_records_that_do_not_belong_together_are_refused(model, good, recorded, 
     stranger = ns.wrap(tiny_model("llama", layers=LAYERS, seed=5))
     with pytest.raises(InvalidInput, match="another model"):
         fingerprint(model, ns.record(stranger, output=tmp_path / "stranger", prompts=good.prompts))
-    with pytest.raises(InvalidInput, match="other prompts"):
+    with pytest.raises(InvalidInput, match="different prompts"):
         fingerprint(model, good, recorded(prompts=good.prompts[:3]))
     cut = Path(shutil.copytree(good.path, tmp_path / "cut"))
     (cut / "0000.safetensors").write_bytes((cut / "0000.safetensors").read_bytes()[:200])
@@ -290,4 +291,4 @@ def test_blind_knows_relative_noise_and_is_undecided_where_layers_fit_alike():
     assert max(apart.fits, key=lambda layer: apart.fits[layer].score) == 0
     alike = blind(observed, drawn_candidates(here, here, other), changed)
     assert not alike.fitting and alike.alike == (0, 1)
-    assert alike.note.startswith("layers 0, 1 fit alike, so that none of them is named")
+    assert alike.note.startswith("layers 0, 1 fit equally well, so none of them is named")

@@ -150,7 +150,7 @@ def test_a_subclass_that_does_something_else_is_no_alarm(cls):
     new = model.model.layers[1].mlp.up_proj = cls(old.in_features, old.out_features)
     found = relations(model)
     assert (found.verdict, found.suspects) == ("undecided", ())
-    assert any("computes something else than x W^T + b" in note for note in found.notes)
+    assert any("computes something other than x W^T + b" in note for note in found.notes)
     found = audit(model, quick=True)
     assert (found.verdict, found.coverage.not_judged) == ("healthy", ())
     new.forward = lambda x: cls.forward(new, x) * 1.02
@@ -221,7 +221,7 @@ def test_embeddings_are_judged_bit_by_bit(make: Callable[..., nn.Module], args: 
 @pytest.mark.parametrize("cls", [Normalised, Shifted, Summed])
 def test_embeddings_of_another_kind_are_not_judged(cls):
     module = cls(12, 8)
-    with pytest.raises(Unseen, match="computes something else than rows of its table"):
+    with pytest.raises(Unseen, match="computes something other than rows of its table"):
         recompute("embedding", module, (IDS,), {}, module(IDS).detach(), Rows(64, 0))
 
 

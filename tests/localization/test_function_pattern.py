@@ -1,4 +1,5 @@
-"""Attention with a wrong mask, a wrong position, a poor exp or short sums; small errors everywhere, and large ones."""
+"""Attention with a wrong mask, a wrong position, a inaccurate exp or short sums; small errors everywhere, and large
+ones."""
 
 from __future__ import annotations
 
@@ -60,7 +61,7 @@ WRONG = {
     "no mask": (lambda q, k, v: attention(q, k, v, mask=ALL), "mask"),
     "keys one off": (lambda q, k, v: attention(q, before(k), v), "position"),
     "values one off": (lambda q, k, v: attention(q, k, before(v)), "position"),
-    "poor exp": (lambda q, k, v: attention(q, k, v, exp=poor_exp), "function table"),
+    "inaccurate exp": (lambda q, k, v: attention(q, k, v, exp=poor_exp), "function table"),
     "short scores": (lambda q, k, v: attention(q, k, v, scores=few_bits), "truncation"),
     "gain": (lambda q, k, v: attention(q, k, v) * 1.02, "gain"),
     "other scores": (lambda q, k, v: attention(q.flip(-1), k, v), "unknown"),
@@ -85,7 +86,7 @@ def test_padding_that_is_ignored():
     mask = ALL.tril().expand(2, 1, LENGTH, LENGTH).clone()
     mask[1, :, 7:, :7] = False
     found = named("attention", F.scaled_dot_product_attention, (q, k, v, mask), {}, attention(q, k, v))
-    assert (found.fault_class, found.text) == ("mask", "only the causal part of its mask counts")
+    assert (found.fault_class, found.text) == ("mask", "only the causal part of its mask is applied")
     assert {sequence for sequence, _ in found.rows} == {1}
 
 

@@ -19,8 +19,8 @@ def model() -> torch.nn.Module:
 @pytest.mark.parametrize(
     "ids, words",
     [
-        (torch.tensor([[3, 64]]), "from 3 to 64, this model's are 0 to 63"),
-        (torch.tensor([[3, -100]]), "from -100 to 3, this model's are 0 to 63"),
+        (torch.tensor([[3, 64]]), "from 3 to 64, but this model accepts 0 to 63"),
+        (torch.tensor([[3, -100]]), "from -100 to 3, but this model accepts 0 to 63"),
         (torch.zeros(2, 0, dtype=torch.long), r"input_ids is empty \(shape \[2, 0\]\)"),
         (torch.tensor([1, 2, 3]), r"\[sequences, tokens\], got \[3\]: one sequence is ids\[None\]"),
         (torch.tensor([[[1, 2]]]), r"got \[1, 1, 2\]"),
@@ -54,8 +54,8 @@ def test_one_token_is_told_of(model):
     """A verdict on one token says what it could not see; one on two tokens a sequence has nothing to add."""
     verdict = ns.locate(model, method="relations", inputs=torch.tensor([[5]]))
     assert verdict.verdict == "healthy"
-    assert any(note.startswith("one token a sequence") and "exp" in note for note in verdict.notes)
-    assert any(note.startswith("one row in all") for note in verdict.notes)
+    assert any(note.startswith("one token per sequence") and "exp" in note for note in verdict.notes)
+    assert any(note.startswith("only one row") for note in verdict.notes)
     column, row = torch.tensor([[5], [6]]), torch.tensor([[5, 6]])
     assert [note[:9] for note in remarks(model, [{"input_ids": column}])] == ["one token"]
     assert remarks(model, [{"input_ids": row}]) == []
@@ -98,7 +98,7 @@ def test_more_tokens_than_learned_positions_are_refused(name):
     batches_for(model, None, torch.full((1, 64), 5), 0)
     assert ns.locate(model, inputs=torch.full((1, 64), 5), quick=True).verdict == "healthy"
     for inputs in (torch.full((2, 65), 5), {"inputs_embeds": torch.zeros(1, 65, 32)}):
-        with pytest.raises(InvalidInput, match=r"a sequence needs 65 positions, .* has learned 64: give at most 64"):
+        with pytest.raises(InvalidInput, match=r"a sequence needs 65 positions, .* has 64: give at most 64"):
             ns.locate(model, inputs=inputs)
     batches_for(tiny_model("llama"), None, torch.full((1, 65), 5), 0)
 
@@ -118,7 +118,7 @@ def test_positions_are_counted_from_where_they_begin():
         )
     ).eval()
     batches_for(roberta, None, torch.full((1, 32), 5), 0)
-    with pytest.raises(InvalidInput, match=r"needs 33 positions, .* has learned 32"):
+    with pytest.raises(InvalidInput, match=r"needs 33 positions, .* has 32"):
         batches_for(roberta, None, torch.full((1, 33), 5), 0)
     gpt2, cache = tiny_model("gpt2"), DynamicCache()
     with torch.no_grad():

@@ -47,15 +47,15 @@ def test_prompts_that_are_none(model):
         ([[]], "no tokens"),
         ([3], "list of token ids"),
         ([], "list of"),
-        ([[3, model.config.vocab_size]], "knows ids 0 to"),
+        ([[3, model.config.vocab_size]], "accepts ids 0 to"),
     ):
         with pytest.raises(InvalidInput, match=reason):
             prompt_ids(model, None, prompts, seed=0, count=3, length=5)
-    with pytest.raises(InvalidInput, match="can't be made up"):
+    with pytest.raises(InvalidInput, match="can't be generated"):
         prompt_ids(tiny_model("vit"), None, None, seed=0, count=3, length=5)
-    with pytest.raises(InvalidInput, match="a prompt needs 65 positions, but GPT2LMHeadModel has learned 64"):
+    with pytest.raises(InvalidInput, match="a prompt needs 65 positions, but GPT2LMHeadModel has 64"):
         prompt_ids(tiny_model("gpt2"), None, [[5], [5] * 65], seed=0, count=3, length=5)
     with pytest.raises(InvalidInput, match="at least one prompt"):
         prompt_ids(model, None, None, seed=0, count=0, length=5)
-    with pytest.raises(InvalidInput, match="no language model"):
+    with pytest.raises(InvalidInput, match="not a language model"):
         last_logits(torch.nn.EmbeddingBag(9, 4), ((1, 2),))

@@ -58,17 +58,19 @@ def test_tokens_beyond_the_vocabulary_are_refused_before_anything_runs(model, re
         shutil.copytree(record.path, tmp_path / "forged", dirs_exist_ok=True)
         (tmp_path / "forged" / "record.json").write_text(json.dumps(about))
         for given in (dataclasses.replace(record, prompts=prompts), tmp_path / "forged"):
-            with pytest.raises(InvalidInput, match=f"token id {wrong}, but LlamaForCausalLM knows ids 0 to {size - 1}"):
+            with pytest.raises(
+                InvalidInput, match=f"token id {wrong}, but LlamaForCausalLM accepts ids 0 to {size - 1}"
+            ):
                 recorded(given, model)
-        with pytest.raises(InvalidInput, match=f"holds token id {wrong}"):
+        with pytest.raises(InvalidInput, match=f"contains token id {wrong}"):
             ns.record(ns.wrap(model), output=tmp_path / "new", prompts=prompts)
     assert not (tmp_path / "new").exists()
 
 
 def test_what_is_no_record_is_refused(model, record, tmp_path):
     """An array, and folders without a record."""
-    with pytest.raises(InvalidInput, match=r"what ns\.record returned, or its folder; got ndarray"):
+    with pytest.raises(InvalidInput, match=r"returned by ns\.record or its folder; got ndarray"):
         recorded(record.logits(), model)
     for folder in (tmp_path, tmp_path / "missing"):
-        with pytest.raises(InvalidInput, match="is no record"):
+        with pytest.raises(InvalidInput, match="is not a record"):
             recorded(folder, model)

@@ -162,11 +162,14 @@ def test_an_exact_relation_is_told_of_by_size():
     assert (found.bad, found.nonfinite) == (1, 0)
     assert found.worst == pytest.approx(2.0**-10, rel=1e-6)
     assert found.worst_ulp == pytest.approx(2.0**-10 / 2.0 ** (6 - 23), rel=1e-6)  # 100 lies in [2^6, 2^7)
-    assert found.words == ("1 of 6 elements differ, where none may, by up to 0.000977 (128 ulp of the largest element)")
-    y[1] = math.nan
-    assert "4 of 6 elements differ, where none may, 3 of them NaN or infinite on one side only, by up to 0.000977" in (
-        judge(y, Reference(values.double(), (), exact=True)).words
+    assert found.words == (
+        "1 of 6 elements differ (exact equality required), by up to 0.000977 (128 ulp of the largest element)"
     )
+    y[1] = math.nan
+    assert (
+        "4 of 6 elements differ (exact equality required), 3 of them NaN or infinite on one side only, by up to "
+        "0.000977"
+    ) in (judge(y, Reference(values.double(), (), exact=True)).words)
     y = torch.full_like(y, math.inf)
     assert judge(y, Reference(values.double(), (), exact=True)).words.endswith("one side only")
 

@@ -63,11 +63,11 @@ def test_no_false_alarm_over_dtypes_weights_and_attention_kernels(name, dtype, e
 @pytest.mark.parametrize(
     "name, words",
     [
-        ("mixtral", "MoE routing may jump"),
+        ("mixtral", "MoE routing may switch experts"),
         ("bert", "not a causal language model"),
         ("t5", "cross attention"),
         ("gpt2", "MLP identity: the MLP adds biases"),
-        ("transformer_encoder", "nn.MultiheadAttention is judged as a whole"),
+        ("transformer_encoder", "nn.MultiheadAttention is checked as a whole"),
     ],
 )
 def test_laws_that_can_not_be_tried_are_told(name, words):
@@ -145,7 +145,7 @@ def test_old_data_are_told_from_noise(model, tokens):
 
 
 def test_the_weakest_noise_in_one_module_is_found_and_that_of_the_stack_forgiven(tokens):
-    """One ulp of noise in one linear is a fault; the same in all of them is a stack that does not repeat itself."""
+    """One ulp of noise in one linear is a fault; the same in all of them is a stack that not bit-for-bit repeatable."""
     model = tiny_model("llama", layers=3)
 
     def jitter(y, draw):
@@ -158,7 +158,7 @@ def test_the_weakest_noise_in_one_module_is_found_and_that_of_the_stack_forgiven
     assert one.verdict == "faulty"
     assert (one.suspects[0].site.module, one.suspects[0].fault_class) == ("model.layers.1.mlp.up_proj", "noise")
     assert everywhere.verdict == "healthy", [suspect.evidence for suspect in everywhere.suspects]
-    assert any("does not repeat itself" in note for note in everywhere.notes)
+    assert any("not bit-for-bit repeatable" in note for note in everywhere.notes)
 
 
 def test_a_verdict_says_what_it_could_have_seen(model, tokens):

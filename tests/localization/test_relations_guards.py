@@ -101,7 +101,7 @@ def test_keys_that_are_no_tokens_take_a_share(own):
         layer.self_attn = nn.MultiheadAttention(old.embed_dim, old.num_heads, batch_first=True, **own).eval()
     verdict = relations(model, tiny_inputs("transformer_encoder", length=16))
     assert_healthy(verdict)
-    assert any(note.startswith("one token repeated: the module adds keys") for note in verdict.notes)
+    assert any(note.startswith("one token repeated: the module adds its own keys") for note in verdict.notes)
 
 
 @pytest.mark.parametrize(

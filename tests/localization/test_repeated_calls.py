@@ -100,12 +100,12 @@ def test_a_linear_that_can_not_be_called_again(cls, recognised, monkeypatch):
     assert verdict.suspects == ()
     if cls is RaisesAgain and recognised:
         assert any(
-            "model.layers.1.mlp.up_proj (RaisesAgain): it raised OverflowError when it was called again" in note
+            "model.layers.1.mlp.up_proj (RaisesAgain): it raised OverflowError when called again" in note
             for note in verdict.notes
         )
         assert verdict.verdict == "undecided"
     if cls is Counts and recognised:
-        assert any("it changes its own state when it is called" in note for note in verdict.notes)
+        assert any("it changes its own state when called" in note for note in verdict.notes)
 
 
 @pytest.mark.parametrize("cls", [PairNorm, GatedNorm])
@@ -154,7 +154,7 @@ def test_attention_that_obeys_no_law_is_no_alarm_and_a_fault_in_it_is_one():
     block.self_attn.__class__ = GatedAttention
     verdict = relations(model)
     assert verdict.suspects == ()
-    assert any("oddness: GatedAttention does not obey it on the host either" in note for note in verdict.notes)
+    assert any("oddness: GatedAttention does not satisfy it on the host either" in note for note in verdict.notes)
     right = block.self_attn.forward
 
     def offset(*args: Any, **kwargs: Any) -> Any:

@@ -87,7 +87,7 @@ def test_a_few_layers_are_enough(subject, tmp_path):
     """With whole tensors of one block only that block is judged, and the verdict says so."""
     some = ns.record(subject, output=tmp_path / "x", prompts=PROMPTS, full_layers={1})
     verdict = ns.locate(subject, reference=some)
-    assert verdict.verdict == "healthy" and "only those were seen" in verdict.notes[-1]
+    assert verdict.verdict == "healthy" and "only those were checked" in verdict.notes[-1]
     with ns.faulty(subject.model, "gain:0.02@1/linear/up_proj", anatomy=subject.anatomy):
         assert ns.locate(subject, reference=some).suspects[0].site.module == "model.layers.1.mlp.up_proj"
 
@@ -97,7 +97,7 @@ def test_what_is_refused(subject, good, tmp_path):
     with pytest.raises(InvalidInput, match="needs the record of a good device"):
         ns.locate(subject, method="replay")
     sketches = ns.record(subject, output=tmp_path / "x", prompts=PROMPTS)
-    with pytest.raises(InvalidInput, match="holds sketches alone"):
+    with pytest.raises(InvalidInput, match="holds only sketches"):
         ns.locate(subject, reference=sketches)
-    with pytest.raises(InvalidInput, match="about another model"):
+    with pytest.raises(InvalidInput, match="with a different model"):
         ns.locate(tiny_model("llama", layers=3, seed=1).to(next(subject.model.parameters()).dtype), reference=good)

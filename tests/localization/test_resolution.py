@@ -38,7 +38,7 @@ def test_it_is_in_json_and_folded_in_pages_and_one_line_in_the_terminal(verdict)
     assert "<details><summary>" in markdown and "| LlamaRMSNorm | bfloat16 |" in markdown
     assert "<details><summary>" in page and "LlamaRMSNorm" in page
     lines = list(verdict_lines(verdict))
-    assert sum("classes of calls to the bit" in line for line in lines) == 1
+    assert sum("kinds of calls are checked bit for bit" in line for line in lines) == 1
     assert not any("LlamaRMSNorm | bfloat16" in line for line in lines)
 
 
@@ -84,7 +84,7 @@ def test_the_table_keeps_what_was_not_judged_apart():
     assert (linear.calls, linear.not_judged, linear.smallest, linear.largest) == (1, 1, 0.004, 0.004)
     assert (linear.dtype, linear.driven) == ("bfloat16", 0.001) and scan.largest == 0.3
     assert in_one_line(table.rows()) == (
-        "0 of 2 classes of calls to the bit, the others to 30 % of the output or less (most: Scan in bfloat16); "
-        "inside 16-bit operators to 0.1 %"
+        "0 of 2 kinds of calls are checked bit for bit; in the others, errors below 30 % of the output can hide in "
+        "rounding (worst: Scan in bfloat16); inside 16-bit operators, errors below 0.1 % can hide"
     )
     assert in_one_line(()) == ""

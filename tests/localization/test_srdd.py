@@ -135,7 +135,7 @@ def test_logits_that_are_not_finite_are_said(model):
     [
         ({"layers": (1, 2)}, "at least 3"),
         ({"layers": (1, 2, 4)}, "out of range"),
-        ({"scales": (0.1, 0.05)}, "rising order"),
+        ({"scales": (0.1, 0.05)}, "increasing order"),
         ({"scales": (0.1,)}, "two or more"),
         ({"trials": 0}, "at least 1"),
     ],
@@ -151,6 +151,6 @@ def test_srdd_and_scans_are_methods_of_their_own(model):
     probes_verdict, scans_verdict = (ns.locate(model, method=method) for method in ("srdd", "scans"))
     assert (probes_verdict.method, probes_verdict.verdict) == ("srdd", "undecided")
     assert "composite score" in probes_verdict.suspects[0].evidence
-    assert any("what it can't see" in note for note in probes_verdict.notes)
+    assert any("this method compares how" in note for note in probes_verdict.notes)
     assert (scans_verdict.method, scans_verdict.verdict) == ("scans", "healthy")
-    assert any("what scans can't see" in note for note in scans_verdict.notes)
+    assert any("scans can't detect" in note for note in scans_verdict.notes)

@@ -159,7 +159,7 @@ def test_attribute_that_the_config_does_not_give(folder: Path, name: str) -> Non
 def test_rotary_frequencies(folder: Path) -> None:
     for edit, words in (
         (lambda x: x.bfloat16().float(), "rounded to bfloat16"),
-        (lambda x: x**1.1, "differs from the one that the config gives"),
+        (lambda x: x**1.1, "differs from the one built from the config"),
     ):
         subject = ns.load(folder)
         rotary = part(subject.model, "model.rotary_emb")

@@ -165,7 +165,7 @@ def test_what_a_model_cannot_do_is_named_with_the_reason() -> None:
     assert [str(w) for w in found] == [f"images, batch of {n}" for n in (2, 1, 8)]
     assert not_run == ["lengths, padding, decode: ViTForImageClassification takes images of one size"]
     found, not_run = workloads_for(tiny_model("transformer_encoder"), None, tiny_inputs("transformer_encoder"))
-    assert len(found) == 1 and "only token ids can be cut to shape" in not_run[0]
+    assert len(found) == 1 and "only token ids can be resized" in not_run[0]
 
 
 def test_a_model_that_returns_no_cache_says_so() -> None:
@@ -225,20 +225,20 @@ def test_one_shape_replaces_the_design() -> None:
     model = tiny_model("llama")
     found, not_run = workloads_for(model, None, tokens=5, batch=3, decode=2)
     assert shapes(found) == [(2, 32, "", 0), (3, 5, "", 2)] and found[1].required
-    assert not_run == ["other lengths and batch sizes, padding: one shape was asked for"]
+    assert not_run == ["other lengths and batch sizes, padding: one shape was requested"]
     assert shapes(workloads_for(model, None, batch=4)[0])[1] == (4, 32, "", 4)
     assert shapes(workloads_for(model, None, tokens=9, decode=0)[0])[1] == (2, 9, "", 0)
     assert "decode: BertForMaskedLM keeps no cache" in workloads_for(tiny_model("bert"), None, decode=3)[1]
     with pytest.raises(InvalidInput, match="needs 68 positions"):
         workloads_for(tiny_model("gpt2"), None, tokens=64)
-    with pytest.raises(InvalidInput, match="are for token ids"):
+    with pytest.raises(InvalidInput, match="apply only to token ids"):
         workloads_for(tiny_model("vit"), None, tokens=7)
 
 
 def test_quick_is_the_base_alone() -> None:
     found, not_run = workloads_for(tiny_model("llama"), None, quick=True)
     assert shapes(found) == [(2, 32, "", 0)]
-    assert not_run == ["other lengths and batch sizes, padding, decode: left out by quick"]
+    assert not_run == ["other lengths and batch sizes, padding, decode: skipped by quick"]
 
 
 def test_given_ids_run_as_they_are_and_fill_the_other_shapes() -> None:
@@ -257,7 +257,7 @@ def test_prompts_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
     file.write_text("\n\n".join(["3 + 4 = 7"] * 12) + "\n", encoding="utf-8")
     found, not_run = workloads_for(subject.model, subject.tokenizer, file)
-    assert not_run[0] == f"4 more prompts of {file}: the first 8 are run"
+    assert not_run[0] == f"4 more prompts of {file}: the first 8 ran"
     own = set(subject.tokenizer("3 + 4 = 7")["input_ids"])
     ids = [set(w.inputs["input_ids"].flatten().tolist()) for w in found if not w.phase.padding]
     assert all(one <= own for one in ids) and sum(w.required for w in found) == 4  # eight prompts, two and two
@@ -266,7 +266,7 @@ def test_prompts_from_a_file(tmp_path: Path) -> None:
     found, _ = workloads_for(subject.model, subject.tokenizer, rows, quick=True)
     assert found[0].inputs["input_ids"].tolist() == [subject.tokenizer("3 + 4 =")["input_ids"]]
     file.write_text("\n", encoding="utf-8")
-    with pytest.raises(InvalidInput, match="holds no prompt"):
+    with pytest.raises(InvalidInput, match="holds no prompts"):
         workloads_for(subject.model, subject.tokenizer, file)
 
 

@@ -52,5 +52,5 @@ def test_names_that_are_not_there_are_refused() -> None:
     """A plan of another model, and a PerModule used as if it were one perturbation."""
     with pytest.raises(NothingInjected, match="nonsense"):
         ns.inject(tiny_model("llama"), plan_injection({"nonsense": "int4"}))  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"ask \.at"):
+    with pytest.raises(TypeError, match=r"call \.at"):
         PerModule(())(torch.zeros(1), None)

@@ -107,7 +107,7 @@ def test_other_architectures(name: str) -> None:
 def test_nothing_to_score_is_an_error() -> None:
     """A scope in which nothing ran says so."""
     uncalled = FormatScreen(tiny_model("llama"), WEIGHT_FORMATS).__enter__()
-    with pytest.raises(NothingInjected, match="nothing to plan for"):
+    with pytest.raises(NothingInjected, match="nothing to plan"):
         uncalled.__exit__(None, None, None)
 
 

@@ -152,7 +152,7 @@ def test_rotary_angles_are_a_product_however_they_are_made(monkeypatch: pytest.M
 
 def test_rotary_is_refused_where_there_is_none() -> None:
     """Naming a place that the model lacks is an error before anything runs."""
-    with pytest.raises(NothingInjected, match="no operator is left after narrowing"):
+    with pytest.raises(NothingInjected, match="no operator matches the given layers"):
         ns.inject(tiny_model("gpt2"), ns.Injection(ns.Gaussian(0.05), places={"rotary"}))
 
 
@@ -221,7 +221,7 @@ def test_a_block_listed_twice_is_one_block() -> None:
     model.model.layers[1] = model.model.layers[0]
     anatomy = ns.dissect(model)
     assert anatomy.blocks == ("model.layers.0",)
-    assert anatomy.notes == ("model.layers.1 is the same module as model.layers.0: both are that one block",)
+    assert anatomy.notes == ("model.layers.1 is the same module as model.layers.0: both names refer to one block",)
     hit = fired(model, ns.Injection(ns.Gaussian(0.05), layers={0}), **tiny_inputs("llama"))
     assert hit == {0: {operator: 2 * count for operator, count in BLOCKS["llama"].items()}}
 
@@ -315,7 +315,7 @@ def test_a_compiled_model_has_the_anatomy_of_the_model_inside() -> None:
 def test_a_model_without_blocks_is_refused() -> None:
     """The error says what noisescope looks for and what to pass."""
     with pytest.raises(
-        UnsupportedModel, match=r"Linear has no transformer blocks: .* Pass the model that holds that list"
+        UnsupportedModel, match=r"Linear has no transformer blocks: .* Pass the model that contains that list"
     ):
         ns.dissect(nn.Linear(4, 4))
     with pytest.raises(UnsupportedModel, match=r"expected a torch\.nn\.Module, got dict"):

@@ -122,15 +122,15 @@ def with_a_layer_of_its_own() -> Any:
         (patched, "the forward of model.norm is replaced"),
         (quantised, "it is quantised.*use noisescope.load on its folder"),
         (unwritable, "writing it failed: RuntimeError: no room on the disk"),
-        (a_class_of_its_own, "another model .a LlamaForCausalLM, not a MyLlama"),
-        (cast, r"another model .model.rotary_emb.inv_freq is torch.float32, not torch.bfloat16.*in its dtype"),
-        (with_a_layer_of_its_own, "another model .only one of them has model.layers.0.mlp.extra.bias"),
+        (a_class_of_its_own, "a different model .a LlamaForCausalLM, not a MyLlama"),
+        (cast, r"a different model .model.rotary_emb.inv_freq is torch.float32, not torch.bfloat16.*in its dtype"),
+        (with_a_layer_of_its_own, "a different model .only one of them has model.layers.0.mlp.extra.bias"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor:UserWarning")
 def test_a_model_that_no_file_holds_is_refused(make: Any, reason: str, tmp_path: Path) -> None:
     """The reason is given, with the way out."""
-    with pytest.raises(InvalidInput, match=f"can't be given to Ray's workers: .*{reason}.*--executor local"):
+    with pytest.raises(InvalidInput, match=f"can't be sent to Ray workers: .*{reason}.*--executor local"):
         source_in(tmp_path, ns.wrap(make()))
     assert not list(tmp_path.glob(".*"))  # no half-written folder is left
 
@@ -152,7 +152,7 @@ def test_another_model_is_never_overwritten(tmp_path: Path) -> None:
     """A folder `model` that is there already may be somebody's work."""
     tiny_model("llama", seed=1).save_pretrained(tmp_path / "model")
     before = (tmp_path / "model" / "model.safetensors").read_bytes()
-    with pytest.raises(InvalidInput, match=r"lm_head.weight has other numbers.*it was there before"):
+    with pytest.raises(InvalidInput, match=r"lm_head.weight has different values.*already held another model"):
         source_in(tmp_path, ns.wrap(tiny_model("llama", seed=2)))
     assert (tmp_path / "model" / "model.safetensors").read_bytes() == before
 

@@ -105,7 +105,7 @@ def test_device_map_places_the_model(llama: Path) -> None:
         ({"dtype": torch.int8}, "unknown dtype 'torch.int8'"),
         ({"device": "gpu"}, "device 'gpu' can't be used here"),
         ({"device": "cuda:99"}, "device 'cuda:99' can't be used here"),
-        ({"revision": "main"}, "revision='main' chooses a version of a hub id, but .* is a path: leave it out"),
+        ({"revision": "main"}, "revision='main' selects a version of a hub id, but .* is a path: omit it"),
     ],
 )
 def test_bad_settings(settings: dict[str, Any], words: str, llama: Path) -> None:
@@ -117,7 +117,7 @@ def test_bad_settings(settings: dict[str, Any], words: str, llama: Path) -> None
 @pytest.mark.parametrize("name", ["model.pt", "model.pth", "pytorch_model.bin", "model.pkl", "no/such/model.ckpt"])
 def test_pickles_are_refused(name: str, tmp_path: Path) -> None:
     """A pickle is not opened; the error says how to convert it."""
-    with pytest.raises(InvalidInput, match=r"is a pickle, which runs code when opened.* Convert it to safetensors"):
+    with pytest.raises(InvalidInput, match=r"is a pickle. Opening one runs code.* Convert it to safetensors"):
         ns.load(tmp_path / name)
 
 
@@ -125,7 +125,9 @@ def test_a_folder_of_pickles_is_refused(broken: Path) -> None:
     """pytorch_model.bin beside a config is not opened either."""
     (broken / "model.safetensors").rename(broken / "pytorch_model.bin")
     with pytest.raises(
-        InvalidInput, match=r"holds no \*\.safetensors \(pickles such as pytorch_model\.bin are not opened"
+        InvalidInput,
+        match=r"has no \*\.safetensors files \(noisescope does not open pickles such as "
+        r"pytorch_model\.bin",
     ):
         ns.load(broken)
 
@@ -138,10 +140,10 @@ def test_a_safetensors_file_is_not_a_model(llama: Path) -> None:
 
 def test_a_folder_without_config(tmp_path: Path) -> None:
     """The error says what is missing, and points to a GGUF file where there is one."""
-    with pytest.raises(InvalidInput, match=r"holds no config\.json\. A model is a Hugging Face folder"):
+    with pytest.raises(InvalidInput, match=r"has no config\.json\. A model is a Hugging Face folder"):
         ns.load(tmp_path)
     (tmp_path / "tiny.gguf").touch()
-    with pytest.raises(InvalidInput, match=r"holds no config\.json\. Pass the file: .*tiny\.gguf"):
+    with pytest.raises(InvalidInput, match=r"has no config\.json\. Pass the file: .*tiny\.gguf"):
         ns.load(tmp_path)
 
 
@@ -176,7 +178,7 @@ def test_broken_files_give_one_line(file: str, content: bytes, broken: Path) -> 
     """What transformers says about a broken file arrives as one line that names the source."""
     (broken / file).write_bytes(content)
     with pytest.raises(
-        InvalidInput, match=r"transformers can't load .*broken: |config.json is no config of a model: Expecting"
+        InvalidInput, match=r"transformers can't load .*broken: |config.json is not a valid model config: Expecting"
     ) as caught:
         ns.load(broken)
     assert "\n" not in str(caught.value)
@@ -224,7 +226,7 @@ def test_an_id_that_is_not_cached(cache: Path) -> None:
         ns.load("some/model")
     with pytest.raises(InvalidInput, match=r"hf download some/model --revision v2$"):
         ns.load("some/model", revision="v2")
-    with pytest.raises(InvalidInput, match="is no file, no folder and no hub id"):
+    with pytest.raises(InvalidInput, match="is not a file, a folder or a hub id"):
         ns.load("a model?")
 
 
@@ -402,7 +404,7 @@ def test_a_loaded_model_is_off_its_file(state_dict: Path) -> None:
 def test_a_state_dict_needs_its_config(state_dict: Path) -> None:
     """Without config.json beside it, it is a pickle like any other."""
     (state_dict.parent / "config.json").unlink()
-    with pytest.raises(InvalidInput, match=r"unless it is a plain state dict in a \.pt.* beside its config\.json"):
+    with pytest.raises(InvalidInput, match=r"opens only plain state dicts in a \.pt.* next to a config\.json"):
         ns.load(state_dict)
 
 
@@ -422,7 +424,7 @@ def test_a_pickled_model_is_refused_and_not_run(archive: bool, state_dict: Path,
     model, sprung = tiny_model("llama"), tmp_path / "sprung"
     model.trap = _Trap(sprung)
     torch.save(model, state_dict, _use_new_zipfile_serialization=archive)
-    with pytest.raises(InvalidInput, match=r"A whole pickled model runs code when opened.* Convert it to safetensors"):
+    with pytest.raises(InvalidInput, match=r"Opening a pickled model runs code.* Convert it to safetensors"):
         ns.load(state_dict)
     assert not sprung.exists()
     torch.load(state_dict, weights_only=False)
@@ -432,8 +434,8 @@ def test_a_pickled_model_is_refused_and_not_run(archive: bool, state_dict: Path,
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ({"model": {"weight": torch.zeros(2)}, "epoch": 3}, r"it holds model, epoch\. Save the weights alone"),
-        ([torch.zeros(2)], r"no plain state dict \(tensors by name\); it holds list"),
+        ({"model": {"weight": torch.zeros(2)}, "epoch": 3}, r"it contains model, epoch\. Save only the weights"),
+        ([torch.zeros(2)], r"not a plain state dict \(tensors by name\); it contains list"),
         ({"lm_head.weight": torch.zeros(2, 2)}, "transformers can't load"),  # of another shape
         ({"module.norm": torch.zeros(2)}, r"lacks 21 weights of LlamaForCausalLM \(such as lm_head\.weight\)"),
     ],
@@ -449,7 +451,7 @@ def test_what_is_not_the_state_dict_of_this_model(content: Any, words: str, stat
 def test_a_broken_state_dict(content: bytes, state_dict: Path) -> None:
     """Garbage is no state dict."""
     state_dict.write_bytes(content)
-    with pytest.raises(InvalidInput, match=r"model\.pt is no plain state dict"):
+    with pytest.raises(InvalidInput, match=r"model\.pt is not a plain state dict"):
         ns.load(state_dict)
 
 

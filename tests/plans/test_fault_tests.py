@@ -126,16 +126,16 @@ def test_csv_cells_are_json(made: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"parameters": {}}, r"T: parameters\['faults'\] lists what to break"),
-        ({"parameters": {"faults": []}}, "lists what to break"),
+        ({"parameters": {}}, r"T: parameters\['faults'\] must list the faults to inject"),
+        ({"parameters": {"faults": []}}, "must list the faults to inject"),
         ({"acceptance_criteria": {}}, "no acceptance criteria, so it can't fail"),
         ({"acceptance_criteria": {"max_degradatoin": 0.1}}, "unknown criterion.*Did you mean 'max_degradation'"),
         ({"acceptance_criteria": {"max_degradation": "5 %"}}, "a share from 0 to 1"),
         ({"acceptance_criteria": {"max_nan_rate": 5}}, "a share from 0 to 1"),
-        ({"acceptance_criteria": {"recovery_time": "< 3 steps"}}, "can only be '< 5 steps'"),
-        ({"acceptance_criteria": {"detection_required": False}}, "can only be True"),
-        ({"acceptance_criteria": '{"max_degradation": 0.1}'}, "a CSV has it as JSON"),
-        ({"priority": 1}, "a test case has the columns test_id, .*; got .*priority"),
+        ({"acceptance_criteria": {"recovery_time": "< 3 steps"}}, "must be '< 5 steps'"),
+        ({"acceptance_criteria": {"detection_required": False}}, "must be True"),
+        ({"acceptance_criteria": '{"max_degradation": 0.1}'}, "JSON in a CSV file"),
+        ({"priority": 1}, "a test case needs the columns test_id, .*; got .*priority"),
     ],
 )
 def test_cases_of_ones_own_are_refused_with_the_reason(change: Any, reason: str) -> None:
@@ -151,9 +151,9 @@ def test_a_case_without_a_column_is_refused(made: Any) -> None:
     """Whichever it is, and whatever came in place of a dictionary; also a test made in Python that breaks nothing."""
     case = generate(diagnosis(made))[0].to_dict()
     for broken in ({name: case[name] for name in COLUMNS[:-1]}, "OP_GEMM"):
-        with pytest.raises(InvalidInput, match="a test case has the columns"):
+        with pytest.raises(InvalidInput, match="a test case needs the columns"):
             from_columns(broken)
-    with pytest.raises(InvalidInput, match="lists what to break"):
+    with pytest.raises(InvalidInput, match="must list the faults to inject"):
         FaultTest("T", "c", "t", FaultParameters(()), Criteria(max_nan_rate=0.1))
     with pytest.raises(InvalidInput, match="can't fail"):
         FaultTest("T", "c", "t", FaultParameters(("gain:1@0",)), Criteria())

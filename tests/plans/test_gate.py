@@ -205,7 +205,7 @@ def test_strangers_are_refused():
     with pytest.raises(InvalidInput, match="noisescope diagnose"):
         decide(section(), section(noise="Gaussian(scale=0.1)"))
     for wrong in ({"worse_than": 0.2}, {"worse_than": float("nan")}, {"max_degradation": 15}, {"max_degradation": 0}):
-        with pytest.raises(InvalidInput, match=r"multiple of its baseline|share between 0 and 1"):
+        with pytest.raises(InvalidInput, match=r"multiple of the baseline|share between 0 and 1"):
             decide(section(), section(), **wrong)
 
 
@@ -234,7 +234,7 @@ def test_a_whole_gate_is_json_and_back(made):
     )  # fmt: skip
     assert result.checks[0] is row and result.verdict == "pass" and not result.failed
     undecided = sum(check.verdict == "undecided" for check in result.compared)
-    assert result.headline == f"passed; {undecided} of 5 checks undecided; other conditions than the baseline's"
+    assert result.headline == f"passed; {undecided} of 5 checks undecided; conditions differ from the baseline's"
     plain = to_json(result)
     assert from_json(GateResult, plain) == result and from_json(Decision, to_json(decision)) == decision
     assert plain["schema_version"] == 2 and plain["worst"]["ratio"]["value"] == result.worst.ratio.value
@@ -269,7 +269,7 @@ def test_what_is_not_comparable_is_refused(made):
     run, other = made.asked(blocks=4), made.asked(data="b.txt", kind="text")
     refuse_architecture(run.model, "LlamaForCausalLM", 4)
     for model in (("GPT2LMHeadModel", 4), ("LlamaForCausalLM", 6)):
-        with pytest.raises(InvalidInput, match=rf"about LlamaForCausalLM with 4 blocks.*with {model[1]}:"):
+        with pytest.raises(InvalidInput, match=rf"describes LlamaForCausalLM with 4 blocks.*with {model[1]}:"):
             refuse_architecture(run.model, *model)
     refuse_kind(run.data, run.data)
     with pytest.raises(InvalidInput, match=r"kind answer \(gsm8k.jsonl\), this is text \(b.txt\)"):

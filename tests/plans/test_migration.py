@@ -56,7 +56,7 @@ def test_places_are_ranked_by_evidence(found: Diagnosis) -> None:
     assert set(second.layers) == {1, 2, 3, 6, 9, 11} and set(second.layers[:2]) == {9, 11}  # named by a finding
     assert set(third.layers) == {0, 4, 5, 7, 8}  # a loss without significance and the residual stream say nothing
     assert "avalanche point L9-11: 25.0 % of the accuracy lost" in first.evidence[0].reasons
-    assert any("beside the core" in reason for reason in second.evidence[0].reasons)
+    assert any("next to the core" in reason for reason in second.evidence[0].reasons)
 
 
 def test_a_certain_loss_comes_first(made: Any) -> None:

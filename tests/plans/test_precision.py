@@ -25,7 +25,7 @@ def test_limits_decide_and_the_target_adjusts() -> None:
 
 def test_it_says_when_it_misses_its_target() -> None:
     """16-bit layers are never lowered: the notes' function warns, a plan has a note."""
-    with pytest.warns(UserWarning, match="10.00 bits on average, 6 were asked for"):
+    with pytest.warns(UserWarning, match="10.00 bits on average, 6 requested"):
         assert generate_mixed_precision_config({0: 0.3, 1: 0.01}, target_avg_bits=6) == {0: 16, 1: 4}
     assert assign_precision({0: 0.01, 1: 0.02}, 6) == {0: 4, 1: 8}
     modules = [
@@ -43,8 +43,8 @@ def test_it_says_when_it_misses_its_target() -> None:
 @pytest.mark.parametrize(
     ("profile", "target", "words"),
     [
-        (dict.fromkeys(range(8), 0.12), 5, "8.00 bits on average, 5 were asked for.*never lowered"),
-        (dict.fromkeys(range(8), 0.01), 12, "8.00 bits on average, 12 were asked for.*gets more than 8"),
+        (dict.fromkeys(range(8), 0.12), 5, "8.00 bits on average, 5 requested.*never lowered"),
+        (dict.fromkeys(range(8), 0.01), 12, "8.00 bits on average, 12 requested.*gets more than 8"),
         ({0: 0.01, 1: 0.02, 2: 0.03}, 5, ""),  # 5.33: a layer more or less goes past the target
     ],
 )

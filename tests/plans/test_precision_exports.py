@@ -93,7 +93,8 @@ def test_groups_divide_the_inputs(tool: str) -> None:
     """96 inputs get groups of 32 and a note that names module, width and group; those of 128 keep 64."""
     found = exported(plan("int4"), tool, 96)
     assert found.notes == (
-        "model.layers.0.self_attn.q_proj and 11 more: 96 inputs are no multiple of 64, so the file has groups of 32 "
+        "model.layers.0.self_attn.q_proj and 11 more: 96 inputs are not a multiple of 64, so the file uses groups "
+        "of 32 "
         "there (0.5 bits of scales per weight)",
     )
     assert ": 32" in found.text and ": 64" in found.text
@@ -102,9 +103,13 @@ def test_groups_divide_the_inputs(tool: str) -> None:
 
 def test_widths_without_a_group_are_refused() -> None:
     """No group of 16 or more, a fixed block that does not divide, a plan without widths; FP8 has no groups."""
-    with pytest.raises(InvalidInput, match=r"q_proj has 72 inputs, which groups of 64 \(int4\).*fp8_e4m3"):
+    with pytest.raises(
+        InvalidInput,
+        match=r"q_proj has 72 inputs, not a multiple of the group size 64 "
+        r"\(int4\).*fp8_e4m3",
+    ):
         exported(plan("int4"), "torchao", 72)
-    with pytest.raises(InvalidInput, match=r"q_proj has 80 inputs, which groups of 32 \(mxfp4\)"):
+    with pytest.raises(InvalidInput, match=r"q_proj has 80 inputs, not a multiple of the group size 32 \(mxfp4\)"):
         exported(plan("mxfp4"), "llm-compressor", 80)
     with pytest.raises(InvalidInput, match="a was planned without its number of inputs"):
         export_plan(Plan("", {"a": "int4"}, 0, 0, 0, 0), "torchao", [Module("a", 0, 64, {})])

@@ -149,7 +149,7 @@ def test_coverage_is_reported_where_it_is_low(made: Any) -> None:
     nearly, half = (made.diagnosis(format_scores=made.scores(module, weights=w)) for w in (10, 40))
     assert planned_share(nearly) == 1.0 and coverage_notes(nearly) == []
     (note,) = coverage_notes(half)
-    assert planned_share(half) == 0.25 and "covers 10 of the 40 weights of the blocks (25 %)" in note
+    assert planned_share(half) == 0.25 and "covers 10 of the 40 weights in the blocks (25 %)" in note
     assert planned_share(made.diagnosis(format_scores=made.scores(module, weights=0))) is None
 
 
@@ -171,20 +171,20 @@ def with_latency(module: str, time: Any) -> Budget:
         (lambda made: modules_of(made.diagnosis()), "no format scores: run `noisescope diagnose`"),
         (lambda made: modules_of(made.diagnosis(format_scores=made.scores(error="out of memory"))), "out of memory"),
         (lambda made: modules_of(diagnosis(made), ["int5"]), "'int5'"),
-        (lambda made: modules_of(diagnosis(made), []), "no format is left"),
+        (lambda made: modules_of(diagnosis(made), []), "no formats selected"),
         (lambda _: Budget(), "needs a limit"),
         (lambda _: Budget(-1.0), "above 0"),
         (lambda _: Budget(milliseconds=3.0), "needs both"),
         (lambda _: optimal_plan(made_up(4), Budget(2.0)), r"average_bits = 2 can't be reached.*3"),
         (lambda _: optimal_plan(made_up(4), Budget(5.0), granularity="block"), "granularity"),
         (lambda _: optimal_plan(made_up(4), Budget(milliseconds=1.0, latency={"*": {"int3": 1}})), "no 'int4'"),
-        (lambda _: with_latency("*", "fast"), "'fast' for '\\*', 'int3'.*numbers from 0"),
+        (lambda _: with_latency("*", "fast"), "'fast' for '\\*', 'int3'.*numbers of at least 0"),
         (lambda _: with_latency("a", None), "None for 'a'"),
         (lambda _: with_latency("a", float("nan")), "nan for 'a'"),
         (lambda _: with_latency("a", -1), "-1 for 'a'"),
         (
             lambda _: optimal_plan(made_up(4), Budget(milliseconds=1.0, latency={"*": dict(BITS), "layer.0": {}})),
-            "a row for 'layer.0', which is not planned.*'layers.0.linear0'",
+            "a row for 'layer.0', which is not in the plan.*'layers.0.linear0'",
         ),
         (lambda _: random_plans(made_up(4), 9.0, 1), "can't average 9"),
         (lambda _: random_plans(made_up(1), 4.5, 1), "no random plan"),

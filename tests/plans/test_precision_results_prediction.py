@@ -97,7 +97,7 @@ def test_a_measured_kl_far_off_is_noted(value: float, low: float | None, high: f
     for note in notes:
         end = "..." if high is None else f"{high:g}"
         assert f"[{low:g}, {end}] lies far {where} the predicted 0.01 [0.005, 0.015]" in note
-        assert "16 samples, about 30 tokens" in note and "which is what the plan is based on; its size is no" in note
+        assert "16 samples, about 30 tokens" in note and "which is what the plan uses; its absolute size is not" in note
 
 
 def test_plans_are_chosen_without_their_errors(made: Any) -> None:
@@ -118,4 +118,4 @@ def test_numbers_in_words() -> None:
     """One is singular, an end without bound is open, a divisor below 1 makes things worse."""
     assert [counted(n, "sample") for n in (0, 1, 2)] == ["0 samples", "1 sample", "2 samples"]
     assert span(Estimate(0.2, None, 0.5, 9), ".1f", 100) == "[..., 50.0]"
-    assert [times_better(gain) for gain in (2.5, 0.04, 0.0)] == ["2.5 x better", "25 x worse", "nothing to gain"]
+    assert [times_better(gain) for gain in (2.5, 0.04, 0.0)] == ["2.5 x better", "25 x worse", "no gain possible"]

@@ -503,11 +503,11 @@ def test_bits(fmt: Format, bits: float) -> None:
         (("bf16", "tensor"), r"bf16 is a plain cast without a scale.*'tensor'"),
         (("mxfp4", "token"), r"mxfp4 has fixed blocks of 32.*'token'"),
         (("nvfp4", "group", 32), r"nvfp4 has fixed blocks of 16.*32"),
-        (("int8", "token", 64), r"group_size only goes with granularity 'group', got 64"),
-        (("fp8", None, 64), r"group_size only goes with granularity 'group', got 64"),
-        (("int4", "group", 0), r"group_size must be a whole number of at least 1, got 0"),
-        (("int4", "group", 1.5), r"group_size must be a whole number.*1\.5"),
-        (("int4", "group", True), r"group_size must be a whole number.*True"),
+        (("int8", "token", 64), r"group_size requires granularity 'group', got 64"),
+        (("fp8", None, 64), r"group_size requires granularity 'group', got 64"),
+        (("int4", "group", 0), r"group_size must be an integer of at least 1, got 0"),
+        (("int4", "group", 1.5), r"group_size must be an integer.*1\.5"),
+        (("int4", "group", True), r"group_size must be an integer.*True"),
     ],
 )
 def test_wrong_arguments_are_refused(args: tuple[str, str, int], words: str) -> None:

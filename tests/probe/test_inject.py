@@ -216,7 +216,7 @@ def test_channels_narrow_forward_noise_only(llama, tokens):
     with ns.inject(llama, ns.Injection(ns.Gaussian(0.05), operators={"linear"}, channels=[3])) as tally:
         llama(tokens, labels=tokens).loss.backward()
     assert tally.forward == 22 and tally.backward == 0
-    with pytest.raises(InvalidInput, match="can't narrow backward noise"):
+    with pytest.raises(InvalidInput, match="can't be used with backward noise"):
         ns.Injection(ns.Gaussian(0.05), channels=[3], phases={"backward"})
 
 
@@ -290,7 +290,7 @@ def test_every_perturbation_reaches_the_model(llama, tokens, logits, perturbatio
     [
         (lambda: ns.Injection(ns.Gaussian(0.05), operators={"sofmax"}), "Did you mean 'softmax'"),
         (lambda: ns.Injection(ns.Gaussian(0.05), places={"head"}), "unknown place 'head'"),
-        (lambda: ns.Injection(ns.Gaussian(0.05), layers={"lm_head"}), "layers are block indices"),
+        (lambda: ns.Injection(ns.Gaussian(0.05), layers={"lm_head"}), "layers must be block indices"),
         (lambda: ns.Injection(ns.Gaussian(0.05), layers={-1}), "is negative"),
         (lambda: ns.Injection(ns.Gaussian(0.05), layers=3.5), "must be a set or a list"),
         (lambda: ns.Injection(ns.Gaussian(0.05), tensor="bias"), "unknown tensor 'bias'"),
@@ -300,8 +300,8 @@ def test_every_perturbation_reaches_the_model(llama, tokens, logits, perturbatio
         (lambda: ns.Injection(ns.Gaussian(0.05), seed=1.5), "seed must be an int"),
         (lambda: ns.Injection(ns.Gaussian(0.05), layer_multipliers={0: -1}), "at least 0"),
         (lambda: ns.Injection(ns.Gaussian(0.05), phase_scales={"backward": "x"}), "must be a number"),
-        (lambda: ns.Injection(0.05), "is a perturbation such as Gaussian"),
-        (lambda: ns.Injection(ns.Gaussian), "is a perturbation such as Gaussian"),
+        (lambda: ns.Injection(0.05), "must be a perturbation such as Gaussian"),
+        (lambda: ns.Injection(ns.Gaussian), "must be a perturbation such as Gaussian"),
         (lambda: ns.Gaussian(-0.1), "finite and at least 0, got -0.1"),
         (lambda: ns.Gaussian(float("nan")), "finite and at least 0, got nan"),
         (lambda: ns.Shrink(float("inf")), "finite and at least 0, got inf"),
@@ -320,7 +320,7 @@ def test_bad_values_get_one_clear_error(make, words):
     [
         ({"layers": {3}}, InvalidInput, "layer 3 is out of range: the model has 3 blocks, 0 to 2"),
         ({"operators": {"gelu"}}, NothingInjected, "operator 'gelu' does not exist in LlamaForCausalLM"),
-        ({"operators": {"silu"}, "places": {"lm_head"}}, NothingInjected, "is left after narrowing"),
+        ({"operators": {"silu"}, "places": {"lm_head"}}, NothingInjected, "matches the given layers"),
         ({"modules": ["nowhere.*"]}, NothingInjected, "matches no operator's module"),
         ({"modules": ["*.q_proj", "*.kproj"]}, NothingInjected, r"'\*\.kproj' matches no operator's module"),
         ({"layer_multipliers": {99: 0.5}}, InvalidInput, "layer 99 is out of range"),
@@ -375,7 +375,7 @@ def test_noise_below_the_dtypes_resolution_raises_and_names_the_smallest(llama, 
     """In bfloat16 a scale of 0.001 rounds away; 0.004 does not; float32 takes both."""
     half = tiny_model("llama").to(torch.bfloat16)
     with (
-        pytest.raises(NoiseRoundsAway, match=r"smallest scale that survives is 0\.003906"),
+        pytest.raises(NoiseRoundsAway, match=r"smallest scale that has an effect is 0\.003906"),
         ns.inject(half, ns.Injection(ns.Gaussian(0.001), operators={"linear"})),
     ):
         logits(half, tokens)
@@ -391,7 +391,7 @@ def test_opened_attention_rounds_like_the_model(tokens, logits):
     """The decomposed path computes in float32, but its result is kept in bfloat16: tiny noise there rounds away too."""
     half = tiny_model("llama").to(torch.bfloat16)
     with (
-        pytest.raises(NoiseRoundsAway, match="rounds away in bfloat16"),
+        pytest.raises(NoiseRoundsAway, match="is lost to rounding in bfloat16"),
         ns.inject(half, ns.Injection(ns.Gaussian(0.001), operators={"attention"})),
     ):
         logits(half, tokens)
@@ -401,7 +401,7 @@ def test_noise_that_rounds_away_in_one_layer_only_warns(tokens, logits):
     """A per-layer multiplier may go under the resolution: that is said, and the run goes on."""
     half = tiny_model("llama").to(torch.bfloat16)
     injection = ns.Injection(ns.Gaussian(0.05), operators={"linear"}, layer_multipliers={0: 0.001})
-    with pytest.warns(UserWarning, match="rounds away in bfloat16"), ns.inject(half, injection):
+    with pytest.warns(UserWarning, match="is lost to rounding in bfloat16"), ns.inject(half, injection):
         logits(half, tokens)
 
 
@@ -409,7 +409,7 @@ def test_a_format_that_changes_nothing_raises(tokens, logits):
     """Rounding bfloat16 numbers to bfloat16 is zero injection too."""
     half = tiny_model("llama").to(torch.bfloat16)
     with (
-        pytest.raises(NoiseRoundsAway, match="changed none of the elements"),
+        pytest.raises(NoiseRoundsAway, match="changed none of the sampled elements"),
         ns.inject(half, ns.Injection(ns.Format("bf16"), operators={"linear"})),
     ):
         logits(half, tokens)
@@ -428,7 +428,7 @@ def test_non_float_outputs_are_refused(tokens, logits):
     model = tiny_model("llama")
     model.model.layers[0].mlp.down_proj.forward = lambda x: torch.zeros(2, 6, 32, dtype=torch.int64)
     with (
-        pytest.raises(InvalidInput, match=r"is torch\.int64; noise falls on floating-point"),
+        pytest.raises(InvalidInput, match=r"is torch\.int64; noise applies only to floating-point"),
         ns.inject(model, ns.Injection(ns.Gaussian(0.05), modules=["model.layers.0.mlp.down_proj"])),
     ):
         logits(model, tokens)

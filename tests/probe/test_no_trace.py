@@ -207,7 +207,7 @@ def test_a_scope_opens_once(llama, tokens, logits):
     """Entering an open scope again is refused; a new scope is not."""
     probe = ns.inject(llama, ns.Injection(ns.Gaussian(0.05)))
     with probe:
-        with pytest.raises(ModelHeld, match="open already"):
+        with pytest.raises(ModelHeld, match="already open"):
             probe.__enter__()
         logits(llama, tokens)
 
@@ -231,7 +231,7 @@ def test_a_second_thread_on_a_held_model_raises(llama, tokens, logits):
         thread = threading.Thread(target=intrude)
         thread.start()
         thread.join()
-    assert len(said) == 2 and "another thread or coroutine holds a scope" in said[0] and "own copy" in said[1]
+    assert len(said) == 2 and "another thread or coroutine has a scope open" in said[0] and "own copy" in said[1]
 
 
 def test_a_second_thread_inside_a_running_forward_raises(llama, tokens, logits):

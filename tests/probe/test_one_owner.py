@@ -114,7 +114,7 @@ def test_a_coroutine_that_did_not_open_the_scope_is_refused(llama: Any, tokens: 
     first, helped, called, opened, threaded = asyncio.run(both())
     assert torch.equal(first, expected[0]) and torch.equal(helped, expected[1])
     assert "another coroutine: open the scope in the coroutine (asyncio task) that calls" in called
-    assert "another thread or coroutine holds a scope" in opened and "another thread (" in threaded
+    assert "another thread or coroutine has a scope open" in opened and "another thread (" in threaded
     assert torch.equal(logits(llama, tokens), clean)
     with ns.inject(llama, NOISE):
         assert "another coroutine" in asyncio.run(intruder())[0]
@@ -191,7 +191,7 @@ def test_a_hundred_nested_scopes_are_refused_by_name(llama: Any, tokens: Any, lo
     clean = logits(llama, tokens)
     with ExitStack() as scopes:
         tallies = []
-        with pytest.raises(ModelHeld, match=r"16 noisescope scopes are open on this Llama.*recursion"):
+        with pytest.raises(ModelHeld, match=r"16 noisescope scopes are already open on this Llama.*recursion"):
             for seed in range(100):
                 noise = ns.Injection(ns.Gaussian(0.01), phases={"forward"}, seed=seed)
                 tallies.append(scopes.enter_context(ns.inject(llama, noise)))

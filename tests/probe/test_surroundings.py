@@ -203,7 +203,7 @@ def test_an_operator_hidden_in_an_unknown_kernel_raises(llama, tokens, logits):
     attention = llama.model.layers[1].self_attn
     attention.forward = lambda hidden_states, **kwargs: (hidden_states * 1.0, None)
     with (
-        pytest.raises(ns.NothingInjected, match=r"layers.1.self_attn ran, but its (softmax|matmul) was never seen"),
+        pytest.raises(ns.NothingInjected, match=r"layers.1.self_attn ran, but its (softmax|matmul) was never observed"),
         ns.inject(llama, ns.Injection(ns.Gaussian(0.05), operators={"attention"})),
     ):
         logits(llama, tokens)

@@ -255,11 +255,11 @@ WRONG_SETS: list[tuple[dict[str, Any], str]] = [
     ({"layers": {99}}, "layer 99 is out of range: the model has 3 blocks, 0 to 2"),
     ({"places": {3}}, "layer 3 is out of range: the model has 3 blocks, 0 to 2"),
     ({"layers": 3.5}, "layers must be a set or a list, got 3.5"),
-    ({"layers": {"lm_head"}}, "layers are block indices"),
+    ({"layers": {"lm_head"}}, "layers must be block indices"),
     ({"operators": 3.5}, "operators must be a set or a list, got 3.5"),
     ({"operators": {"sofmax"}}, "Did you mean 'softmax'"),
     ({"modules": 3.5}, "modules must be a set or a list, got 3.5"),
-    ({"modules": [3]}, r"modules are dotted names or patterns \(strings\), got 3"),
+    ({"modules": [3]}, r"modules must be dotted names or patterns \(strings\), got 3"),
 ]
 
 

@@ -151,7 +151,7 @@ def run_facts() -> Run:
 
 def summary(found: tuple[Finding, ...], points: tuple[AvalanchePoint, ...]) -> ExecutiveSummary:
     risk = Risk("report_risk", 55.0, "MODERATE", "targeted fixes recommended", (Term("critical operator: gemm", 30.0),))
-    dashboard = Risk("dashboard_risk", 50.0, "MODERATE", "needs measures first", (Term("degradation 0.3", None),))
+    dashboard = Risk("dashboard_risk", 50.0, "MODERATE", "needs fixes first", (Term("degradation 0.3", None),))
     return ExecutiveSummary(
         critical_operators=("gemm",),
         borderline_operators=("softmax",),
@@ -190,7 +190,7 @@ def findings() -> tuple[Finding, ...]:
 
 def metrics() -> Metrics:
     threshold = Threshold(0.03, "0.03", 0.02, 0.05, "HIGH", 0.1, N, (Tried(0.1, 0.4), Tried(0.02, 0.85)))
-    risk = Risk("dashboard_risk", 50.0, "MODERATE", "needs measures first", ())
+    risk = Risk("dashboard_risk", 50.0, "MODERATE", "needs fixes first", ())
     return Metrics(
         primary=PrimaryMetrics(known(0.31, 0.25, 0.37), "CRITICAL", known(3.2, 2.7, 4.0), "POOR", threshold),
         secondary=SecondaryMetrics(

@@ -197,7 +197,7 @@ def test_saving_some_forms(reports: dict[str, Report], tmp_path: Path) -> None:
 def test_plain_words_say_no_more_than_was_measured(reports: dict[str, Report]) -> None:
     """With random weights nothing is significant, and the paragraph for stakeholders says so."""
     words = reports["screen"].diagnosis.executive_summary.in_plain_words
-    assert "can't say" in words.risk and words.success == ""
+    assert "can't tell" in words.risk and words.success == ""
 
 
 def test_a_finding_states_a_number_that_its_table_shows(reports: dict[str, Report]) -> None:

@@ -33,7 +33,7 @@ COVERAGE = Coverage(
     modules=Share(81, 100),
     parameters=Share(1, 1),
     multiply_adds=Share(1, 1),
-    not_judged=(NotJudged("LoraLinear", ("a.<b>", "c"), "no formula is known"),),
+    not_judged=(NotJudged("LoraLinear", ("a.<b>", "c"), "noisescope has no formula"),),
     cells=(
         Cell("lm_head", "linear", 1, 1),
         Cell("embed", "embedding", 1, 1),
@@ -67,7 +67,7 @@ def test_the_terminal_says_what_ran_and_what_did_not() -> None:
     assert "  prefill 1 x 1 tokens, then 1 decode step\n" in said
     assert "hits more than 31.3 % of the forwards is excluded with 95 % confidence" in said  # 8 forwards
     assert "not run:\n  prefill 1 x 257 tokens: the budget of 5 s was spent\n" in said
-    assert "not judged:\n  LoraLinear (a.<b> and 1 more): no formula is known\n" in said
+    assert "not judged:\n  LoraLinear (a.<b> and 1 more): noisescope has no formula\n" in said
     assert said.endswith("notes:\n  a note")
 
 

@@ -169,7 +169,7 @@ def test_every_column_is_under_the_checksum(tmp_path: Path, column: str) -> None
         store.mend()
         assert store.damaged == 1
         assert store.damage() == [
-            "1 stored trial in run.sqlite failed the checksum: discarded, and measured again where this run needed the "
+            "1 stored trial in run.sqlite failed the checksum: discarded, and measured again if this run needed the "
             "result"
         ]
         store.put(TRIALS[1], result_of(1), 2.5)
@@ -185,7 +185,7 @@ def change(file: Path, statement: str, *values: Any) -> None:
 
 
 def test_an_id_that_is_not_the_hash_of_its_content_is_refused(tmp_path: Path) -> None:
-    """Also where somebody made the checksum fit: an answer stands under the question it belongs to."""
+    """Also where the checksum was made to match: an answer stands under the question it belongs to."""
     from noisescope.runs.store_rows import checksum
 
     file = filled(tmp_path)
@@ -210,7 +210,7 @@ def test_a_damaged_note_is_refused_and_written_anew(tmp_path: Path) -> None:
     with Store(tmp_path, create=False) as store:
         with pytest.raises(InvalidInput, match=r"'report' in .*run.sqlite fails its checksum.*run the same command"):
             store.about()
-        with pytest.raises(InvalidInput, match="keeps intact trials and writes it anew"):
+        with pytest.raises(InvalidInput, match="keeps intact trials and rewrites the rest"):
             store.fact("report")
         assert store.fact("asked") == {"samples": 32} and store.fact("nothing") is None and len(store) == 4
     refused = CliRunner().invoke(app, ["report", str(tmp_path)])
@@ -266,9 +266,9 @@ def test_a_store_of_version_1_is_refused_in_one_line(tmp_path: Path, command: li
     found = CliRunner().invoke(app, [*command, str(tmp_path)])
     shown = flat(found.output)
     assert found.exit_code == 2 and "Traceback" not in shown
-    assert f"{FILE} has schema version 1, and this noisescope reads version 2 only: run the command again" in shown
+    assert f"{FILE} has schema version 1, but this noisescope reads only version 2: run the command again" in shown
     assert (tmp_path / FILE).read_bytes() == before
-    with pytest.raises(InvalidInput, match=r"reads version 2 only.*into another folder \(-o\)"):
+    with pytest.raises(InvalidInput, match=r"reads only version 2.*with another folder \(-o\)"):
         Store(tmp_path)
 
 

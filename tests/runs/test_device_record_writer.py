@@ -119,11 +119,14 @@ def test_what_could_not_be_written_is_no_record(subject, tmp_path, detail, last)
     good, folder = tmp_path / "good", tmp_path / "x"
     ns.record(subject, output=good, **options)
     limit = (good / last).stat().st_size
-    with files_up_to(limit), pytest.raises(InvalidInput, match=r"can't write into .*File too large.*another with -o"):
+    with (
+        files_up_to(limit),
+        pytest.raises(InvalidInput, match=r"can't write into .*File too large.*folder with -o"),
+    ):
         ns.record(subject, output=folder, **options)
     assert (folder / last).exists() and not (folder / "record.json").exists()
     assert not any("forward" in vars(module) for module in subject.model.modules())
-    with pytest.raises(InvalidInput, match=r"an unfinished record is in .*: remove it, or choose another with -o"):
+    with pytest.raises(InvalidInput, match=r"holds an unfinished record: remove it, or choose another folder with -o"):
         ns.record(subject, output=folder, **options)
 
 

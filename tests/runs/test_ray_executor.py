@@ -213,7 +213,7 @@ def test_workers_that_die_while_loading_end_the_run(subject: Any) -> None:
     what, stage = prepared(subject), Rehearsal(deaths=lambda number, method: True)
     with Store(None) as store:
         with (
-            pytest.raises(NoisescopeError, match="3 workers died one after the other while loading"),
+            pytest.raises(NoisescopeError, match="3 workers in a row died while loading"),
             rehearsed(stage, what) as executor,
         ):
             executor.execute(what.context.ask(None), store, NoProgress())
@@ -229,7 +229,9 @@ def test_a_worker_with_another_model_is_refused(subject: Any) -> None:
     with (
         Store(None) as store,
         pytest.raises(
-            InvalidInput, match=r"has another model: model is .* changed after loading, give noisescope.wrap"
+            InvalidInput,
+            match=r"loaded a different model: model is .* changed the model after loading, pass "
+            r"noisescope.wrap",
         ),
         rehearsed(Rehearsal(), what) as executor,
     ):
@@ -268,7 +270,7 @@ def test_another_tokenizer_is_refused(subject: Any) -> None:
     stage.answers = lambda answer: replace(answer, tokens="other") if isinstance(answer, Ready) else answer
     with (
         Store(None) as store,
-        pytest.raises(InvalidInput, match="reads the prompts in another way"),
+        pytest.raises(InvalidInput, match="tokenises the prompts differently"),
         rehearsed(stage, what) as executor,
     ):
         executor.execute(what.context.ask(None), store, NoProgress())
@@ -332,7 +334,7 @@ def test_an_actor_reserves_its_share(nodes: Any, workers: int, devices: int, res
     cuda = [torch.device("cuda", index) for index in range(devices)]
     if reserved is None:
         with pytest.raises(
-            InvalidInput, match=f"has room for . workers of .*and {workers} are asked for: lower --workers"
+            InvalidInput, match=f"has room for . workers of .*but {workers} were requested: lower --workers"
         ):
             ray_executor.actor_options(stage, workers, cuda)
     else:
@@ -352,7 +354,7 @@ def test_more_threads_than_cores_are_told(subject: Any) -> None:
     torch.set_num_threads(2)
     with Store(None) as store, rehearsed(stage, what) as executor:
         executor.execute(what.context.ask(None), store, NoProgress())
-        assert "with 2 threads" in executor.cost()[1][0] and "OMP_NUM_THREADS=1" in executor.cost()[1][0]
+        assert "used 2 threads" in executor.cost()[1][0] and "OMP_NUM_THREADS=1" in executor.cost()[1][0]
     assert stage.reserved["num_cpus"] == 1 and stage.reserved["max_restarts"] == stage.reserved["max_task_retries"] == 0
 
 
@@ -413,7 +415,7 @@ def test_models_never_travel_in_a_pickle(subject: Any) -> None:
     """A metric that holds a model is refused by name, and so is what can't be pickled."""
     with pytest.raises(InvalidInput, match=r"the metric holds a model \(LlamaForCausalLM\)"):
         ray_executor.pickled(Holds(subject), "the metric")
-    with pytest.raises(InvalidInput, match=r"the metric can't be sent to Ray's workers \(TypeError: .*lock"):
+    with pytest.raises(InvalidInput, match=r"the metric can't be sent to Ray workers \(TypeError: .*lock"):
         ray_executor.pickled(Holds(threading.Lock()), "the metric")
     assert pickle.loads(ray_executor.pickled(Holds(torch.nn.Identity()), "the metric")).what.training
 
@@ -437,7 +439,7 @@ class Fails:
 
 def test_wrong_options(subject: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The number of workers is checked, and a missing package is named with its pip line."""
-    with pytest.raises(InvalidInput, match="workers must be a whole number from 1 on, got 0"):
+    with pytest.raises(InvalidInput, match="workers must be an integer of at least 1, got 0"):
         ray_executor.on_ray(subject, (), None, SimpleNamespace(workers=0, address=None, output=None)).__enter__()
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(MissingExtra, match=r"pip install 'noisescope\[ray\]'"):

@@ -43,7 +43,7 @@ def test_nothing_is_measured_twice(tmp_path: Path) -> None:
     with Store(tmp_path) as store:
         store.put(TRIAL, Result(error="OutOfLuck: it rained"), 0.0)
         store.put(TRIAL, RESULT, 0.0)
-        with pytest.raises(AssertionError, match="stored already"):
+        with pytest.raises(AssertionError, match="already stored"):
             store.put(TRIAL, RESULT, 0.0)
 
 
@@ -89,7 +89,7 @@ def test_a_store_that_is_none_says_so(tmp_path: Path) -> None:
     assert b"trials" not in (tmp_path / "mine" / FILE).read_bytes() and b"trials" not in before
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / FILE).write_bytes(b"this is no database, it only looks like one" * 100)
-    with pytest.raises(InvalidInput, match="can't be used as a run's store"):
+    with pytest.raises(InvalidInput, match="can't be used as a run store"):
         Store(tmp_path / "bad")
     (tmp_path / "file").write_text("")
     with pytest.raises(InvalidInput, match="can't write into"):
@@ -123,7 +123,7 @@ def test_a_surprise_is_the_stores_where_it_held_results_before(tmp_path: Path) -
             raise KeyError("x")
     with (
         Store(tmp_path) as store,
-        pytest.raises(InvalidInput, match="no store of results that fit their question: KeyError: 'x'"),
+        pytest.raises(InvalidInput, match="not a valid noisescope run: KeyError: 'x'"),
         store.interpreting(),
     ):
         raise KeyError("x")

@@ -75,12 +75,12 @@ def test_what_is_no_plain_file_is_refused(tmp_path: Path, name: str, kind: str) 
     run.mkdir()
     target.write_text("mine")
     (run / name).symlink_to(target) if kind == "link" else os.mkfifo(run / name)
-    with pytest.raises(InvalidInput, match=f"{name} is no plain file"):
+    with pytest.raises(InvalidInput, match=f"{name} is not a regular file"):
         Store(run)
     if name != FILE:
         filled(tmp_path / "other")
         shutil.copy(tmp_path / "other" / FILE, run / FILE)
-    with pytest.raises(InvalidInput, match=f"{name} is no plain file"):
+    with pytest.raises(InvalidInput, match=f"{name} is not a regular file"):
         Store(run, create=False)
     assert target.read_text() == "mine"
 
@@ -127,7 +127,7 @@ def test_a_file_with_other_tables_is_refused(tmp_path: Path, statement: str) -> 
     db.close()
     before = (tmp_path / FILE).read_bytes()
     for create in (True, False):
-        with pytest.raises(InvalidInput, match=r"holds what no run has \((evil|more|counts)\): it was altered"):
+        with pytest.raises(InvalidInput, match=r"contains unexpected objects \((evil|more|counts)\): it was altered"):
             Store(tmp_path, create=create)
     assert (tmp_path / FILE).read_bytes() == before
 
@@ -150,7 +150,7 @@ def test_a_store_without_the_index_gets_it(tmp_path: Path) -> None:
 def test_reading_makes_no_run(tmp_path: Path) -> None:
     """An empty file is no store, and a reader does not make it one."""
     (tmp_path / FILE).touch()
-    with pytest.raises(InvalidInput, match="can't be used as a run's store"):
+    with pytest.raises(InvalidInput, match="can't be used as a run store"):
         Store(tmp_path, create=False)
     assert (tmp_path / FILE).stat().st_size == 0 and not (tmp_path / "run.lock").exists()
 
@@ -224,9 +224,9 @@ def after(monkeypatch: pytest.MonkeyPatch, count: int, work: Callable[[Store], A
 @pytest.mark.parametrize(
     ("breaks", "words", "kept"),
     [
-        (fill_up, "database or disk is full. Trials stored before are kept: run the same command again", 2),
-        (turn_read_only, "attempt to write a readonly database. Trials stored before are kept", 2),
-        (go_away, "was removed or replaced while this run was writing into it, so its results are lost", 0),
+        (fill_up, "database or disk is full. Stored trials are kept: run the same command again", 2),
+        (turn_read_only, "attempt to write a readonly database. Stored trials are kept", 2),
+        (go_away, "was removed or replaced while this run was writing to it, so its results are lost", 0),
     ],
     ids=["full", "read-only", "removed"],
 )

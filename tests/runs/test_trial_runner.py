@@ -104,7 +104,7 @@ def test_a_batch_without_memory_is_halved(monkeypatch: pytest.MonkeyPatch) -> No
     subject, data = wrap(tiny_model("llama", layers=3)), material()
     with TrialRunner(subject, [data]) as runner:
         result = runner.run(trial(subject, data))
-        assert runner.notes == [f"out of memory: {n} samples at a time from there on" for n in (3, 2)]
+        assert runner.notes == [f"out of memory: {n} samples at a time from now on" for n in (3, 2)]
     for name, values in calm.values.items():
         assert result.values[name] == pytest.approx(values, rel=1e-4, abs=1e-10), name
 
@@ -117,7 +117,7 @@ def test_no_memory_at_all_is_a_failed_trial(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(TrialRunner, "forward", never)
     (result,) = measured(material(), trial)
-    assert result.failed and "out of memory with one sample" in result.error
+    assert result.failed and "out of memory even with one sample" in result.error
 
 
 def test_other_errors_are_rows_and_interrupts_are_not() -> None:
@@ -258,7 +258,7 @@ def test_a_model_that_can_not_start_half_way_runs_whole(monkeypatch: pytest.Monk
     subject, data = wrap(model), material()
     with TrialRunner(subject, [data]) as runner:
         runner.run(trial(subject, data, None))
-        assert runner.reuse is False and "can't be reused" in runner.notes[0]
+        assert runner.reuse is False and "can't reuse clean prefixes" in runner.notes[0]
 
 
 def test_the_fingerprint_is_of_the_numbers() -> None:
@@ -292,7 +292,7 @@ def test_a_model_that_looks_ahead_is_refused() -> None:
     """Batches have no mask: scoring relies on causality."""
     data = material()
     part = Slice(data.fingerprint, 0, 5)
-    with pytest.raises(UnsupportedModel, match="looks at later tokens"):
+    with pytest.raises(UnsupportedModel, match="attends to later tokens"):
         TrialRunner(wrap(tiny_model("bert")), [data]).check_causal(part)
     for name in ("llama", "mistral", "mixtral", "gpt2"):
         TrialRunner(wrap(tiny_model(name)), [data]).check_causal(part)

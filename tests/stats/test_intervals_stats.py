@@ -207,7 +207,7 @@ def test_an_estimate_answers_questions() -> None:
 @pytest.mark.parametrize("wrong", [{"n": -5}, {"level": 7.0}, {"low": 0.9, "high": 0.1}])
 def test_an_estimate_that_can_not_be_is_refused(wrong: dict[str, float]) -> None:
     """As it may come from a file: fewer samples than none, a level that is none, ends the wrong way round."""
-    with pytest.raises(InvalidInput, match=r"an estimate is of n samples|an interval goes from low to high"):
+    with pytest.raises(InvalidInput, match=r"an estimate needs n samples|an interval must go from low to high"):
         stats.Estimate(**{"value": 0.5, "low": None, "high": None, "n": 3, **wrong})  # type: ignore[arg-type]
 
 

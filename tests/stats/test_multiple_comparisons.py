@@ -58,7 +58,7 @@ def test_one_candidate_is_no_choice() -> None:
     assert found.estimate == found.observed == stats.degradation(clean, noisy[0])
     nothing = stats.select_largest(np.zeros(20), [np.zeros(20), np.zeros(20)])
     assert (nothing.estimate.value, nothing.estimate.note) == (None, stats.NOT_MEASURABLE)
-    with pytest.raises(InvalidInput, match="no candidate was given"):
+    with pytest.raises(InvalidInput, match="no candidates were given"):
         stats.select_largest(clean, [])
 
 

@@ -33,5 +33,5 @@ def test_an_interval_covers_the_median() -> None:
 
 
 def test_shapes_are_checked() -> None:
-    with pytest.raises(InvalidInput, match=r"\[groups, members\] of steps from 1 on"):
+    with pytest.raises(InvalidInput, match=r"\[groups, members\] of steps of at least 1"):
         median_wait([1, 2, 3], [True, True, False])

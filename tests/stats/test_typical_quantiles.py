@@ -54,7 +54,7 @@ def test_an_end_that_n_does_not_allow_is_missing() -> None:
     """Five samples have no interval at 95 %, seven none at 99 %; the note says how many it takes."""
     five = stats.median([1, 2, 3, 4, 5])
     assert (five.value, five.low, five.high, five.method) == (3, None, None, "")
-    assert five.note == "an interval at 95 % takes 6 samples"
+    assert five.note == "an interval at 95 % needs 6 samples"
     assert stats.median(range(6)).bounded
     assert stats.median(range(7), level=0.99).note == "an interval at 99 % takes 8 samples"
     assert stats.median(range(8), level=0.99).bounded
@@ -103,7 +103,7 @@ def test_zeros_in_a_ratio() -> None:
     above, below = np.arange(1.0, 13), np.ones(12)
     below[:3] = 0
     found = stats.typical_ratio([*above, 0.0], [*below, 0.0])
-    assert found.n == 12 and found.note == "1 of 13 samples left out: 0 on both sides"
+    assert found.n == 12 and found.note == "1 of 13 samples excluded: 0 on both sides"
     assert (found.value, found.low, found.high) == (9.5, 6, None)
     mostly = stats.typical_ratio(np.ones(12), [0.0] * 8 + [1.0] * 4)
     assert mostly.value is None and mostly.low == 1 and stats.UNBOUNDED in mostly.note

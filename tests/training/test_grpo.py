@@ -139,7 +139,7 @@ def test_a_stored_training_is_not_done_again(
 
 def test_only_a_model_that_knows_something_can_be_rewarded() -> None:
     """From scratch there is nothing to reward; an unknown method is refused with what there is."""
-    with pytest.raises(InvalidInput, match="right now and then; use bundled"):
+    with pytest.raises(InvalidInput, match="right some of the time: use bundled"):
         api.phases(method="grpo", start="scratch")
     with pytest.raises(InvalidInput, match="Allowed: supervised, grpo"):
         api.phases(method="ppo")

@@ -270,7 +270,7 @@ def test_what_the_scale_decides_is_not_measurable() -> None:
     for region in ({"low": 0.05}, {"low": -math.inf, "high": 0.05}):
         (row,) = judge([better(**region)], full)
         assert row.verdict == UNMEASURABLE and row.would_decide is None
-        assert "b answers 96.1 % already, so 5 points more are out of reach" in row.estimate.note
+        assert "b answers 96.1 % correctly already, so 5 points more are out of reach" in row.estimate.note
         assert judge([better(**region)], room)[0].verdict != UNMEASURABLE
     assert judge([better(-0.05, 0.05)], full)[0].verdict == SUPPORTED  # it could have been lower
     assert judge([better(0.05)], experiment(a=0.5, b=0.97))[0].verdict == REFUTED  # no ceiling did that

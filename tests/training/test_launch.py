@@ -84,7 +84,7 @@ def test_what_workers_inherit_is_overridden(monkeypatch: pytest.MonkeyPatch) -> 
         ({"phases": []}, "phases is empty"),
         ({"operators": []}, "operators is empty"),
         ({"operators": "softmx"}, "Did you mean 'softmax'"),
-        ({"scale": 0.0}, "scale 0 is no noise"),
+        ({"scale": 0.0}, "scale 0 means no noise"),
         ({"seed": "x"}, "seed must be an int"),
     ],
 )
@@ -101,7 +101,7 @@ def test_each_run_has_counts_of_its_own(tmp_path: Path) -> None:
     (Path(earlier) / "rank0-1.json").write_text(json.dumps({"rank": 0, "forward": 5, "backward": 0}))
     assert launch.confirm(earlier, workers=1)
     for folder in (later, tmp_path):
-        with pytest.raises(NothingInjected, match="0 of 1 workers report"):
+        with pytest.raises(NothingInjected, match="0 of 1 workers reported"):
             launch.confirm(folder, workers=1)
 
 
@@ -112,7 +112,7 @@ def test_confirm_says_who_is_missing(tmp_path: Path) -> None:
         (tmp_path / f"{name}.json").write_text(json.dumps({"rank": rank, "forward": forward, "backward": 0}))
 
     write("rank0-1", 0, 5)
-    with pytest.raises(NothingInjected, match="1 of 2 workers report"):
+    with pytest.raises(NothingInjected, match="1 of 2 workers reported"):
         launch.confirm(tmp_path, workers=2)
     write("rank1-2", 1, 0)
     with pytest.raises(NothingInjected, match="rank1-2 injected nothing"):
@@ -122,5 +122,5 @@ def test_confirm_says_who_is_missing(tmp_path: Path) -> None:
         launch.confirm(tmp_path, workers=2)
     write("rank1-2", 1, 5)
     assert launch.confirm(tmp_path, workers=2)["rank1-2"]["forward"] == 5
-    with pytest.raises(InvalidInput, match=r"2 workers report in .* but 1 are expected"):
+    with pytest.raises(InvalidInput, match=r"2 workers reported in .* but 1 were expected"):
         launch.confirm(tmp_path, workers=1)

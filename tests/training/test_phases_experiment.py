@@ -63,7 +63,7 @@ def test_an_arm_is_its_name(text: str) -> None:
 
 @pytest.mark.parametrize(("text", "why"), [("sideways", "Allowed: none, both"), ("both@x", "must be a number"),
                                            ("both:slowly", "unknown schedule"), ("both@-1", "at least 0"),
-                                           ("both@0", "is no noise"), ("norm@0:staged", "is no noise")])  # fmt: skip
+                                           ("both@0", "no noise"), ("norm@0:staged", "no noise")])  # fmt: skip
 def test_arms_that_make_no_sense(text: str, why: str) -> None:
     """A wrong name is refused with what is allowed."""
     with pytest.raises(InvalidInput, match=why):
@@ -353,7 +353,7 @@ def test_what_the_command_refuses(tmp_path: Path) -> None:
         ([*scratch, "--layers", "0"], "layers must be at least 1, got 0"),
         ([*scratch, "--width", "30"], "width must be 32, 96 or a multiple of 64"),
         ([*scratch, "--width", "160"], "width must be 32, 96 or a multiple of 64"),
-        (["--layers", "2"], "of a model from scratch"),
+        (["--layers", "2"], "apply only to a model trained from scratch"),
         (["--device", "gpu"], "unknown device 'gpu'"),
         (["--executor", "slurm"], "unknown executor"),
         (["--workers", "0"], "at least 1"),

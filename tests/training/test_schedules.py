@@ -114,11 +114,11 @@ def test_refusals() -> None:
     """Numbers that make no sense are refused with what is allowed."""
     with pytest.raises(InvalidInput, match="steps must be an int of at least 1"):
         Linear(0.1, 0.0, 0)
-    with pytest.raises(InvalidInput, match="warm_up is a share"):
+    with pytest.raises(InvalidInput, match="warm_up must be a share"):
         Staged(0.1, 0.01, 10, warm_up=1.0)
     with pytest.raises(InvalidInput, match="start must be finite and at least 0"):
         Cosine(-0.1, 0.0, 5)
-    with pytest.raises(InvalidInput, match="steps count from 0"):
+    with pytest.raises(InvalidInput, match="steps are numbered from 0"):
         Constant(0.1)(-1)
     with pytest.raises(InvalidInput, match="Did you mean 'cosine'"):
         named("cosin", 0.1, 5)

@@ -45,8 +45,8 @@ from noisescope.sites import Place, Site
 
 LAYER_PATTERNS = ("self_attn.o_proj", "mlp.down_proj")  # what writes into the residual stream, in Llama's words
 INDEX = "activations.json"
-DUMP = FileKind("dump.json of msprobe", "Copy the whole dump again")
-DUMPED = FileKind("tensor alone", "It is damaged, or holds more than a tensor: copy or dump it again")
+DUMP = FileKind("msprobe dump.json", "Copy the whole dump again")
+DUMPED = FileKind("tensor file", "It is damaged, or holds more than one tensor: copy or dump it again")
 _GRID = 16  # prompts are cut to a multiple of so many tokens, so that many share a forward without padding
 _ENTRY = re.compile(r"Module\.(?P<module>.+)\.(?P<kind>[^.]+)\.forward\.(?P<call>[0-9]{1,9})")
 _BLOCK = re.compile(r"(?:^|\.)(?:layers|h|blocks|layer)\.([0-9]{1,6})(?:\.|$)")

@@ -1,1 +1,1 @@
-"""Two records side by side: how far they are apart, where they diverge, and what that costs. No torch here."""
+"""Compares two records: how far apart they are, where they diverge, and what that costs. Does not import torch."""

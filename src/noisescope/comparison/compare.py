@@ -1,4 +1,4 @@
-"""Two records compared: every site measured, the first that diverges, what accumulates, and a verdict in words."""
+"""Compares two records: measures every site, finds the first divergence and what accumulates, and gives a verdict."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Verdict = Literal["identical", "round-off", "diverged", "compared", "undecided"]
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """How two devices differ; `words` say it in sentences. Fields are the keys of the JSON form.
+    """How two devices differ; `words` describes it in sentences. The fields are the keys of the JSON form.
 
     `verdict` is of all sites that can be compared; `undecided` of them have no finite number on either side, and where
     that is all of them the verdict is "undecided". `sites` are those of the chosen layers; `uncompared` of these layers
@@ -72,7 +72,7 @@ class Comparison:
 
     @property
     def outcome(self) -> CheckVerdict:
-        """ "fail" where the limit does not hold, "undecided" where no site decides, else "pass"."""
+        """ "fail" if the limit is exceeded, "undecided" if no site decides, else "pass"."""
         if self.passed is False:
             return FAIL
         return UNDECIDED if self.verdict == "undecided" or (self.max_mape is not None and not self.passed) else PASS
@@ -81,12 +81,12 @@ class Comparison:
         return json.dumps(to_json(self), indent=1, allow_nan=False) + "\n"
 
     def save(self, path: str | Path) -> Path:
-        """Write it as JSON; its folder is made where there is none."""
+        """Write as JSON; creates the folder if needed."""
         return write_file(Path(path), self.to_json())
 
     @classmethod
     def load(cls, path: str | Path) -> Comparison:
-        """What `save` wrote; refused where it is damaged or of another version."""
+        """Read what `save` wrote; rejected if it is damaged or of another version."""
         file = Path(path)
         found = members(parse_json(read_text(file, COMPARISON), file, COMPARISON), file, COMPARISON)
         version = found.get("schema_version")
@@ -114,9 +114,11 @@ def compare_records(
     may cost by it.
     """
     if max_mape is not None and not 0 <= max_mape < math.inf:
-        raise InvalidInput(f"the largest MAPE allowed is a share such as 0.05, not below 0; got {max_mape}")
+        raise InvalidInput(f"--max-mape must be a share of at least 0, such as 0.05; got {max_mape}")
     if affordable is not None and sensitivity is None:
-        raise InvalidInput("what a difference may cost needs a sensitivity report, which says what it costs")
+        raise InvalidInput(
+            "a limit on the cost of a difference needs a sensitivity report (--sensitivity), which gives that cost"
+        )
     check_comparable(a, b)
     notes = [f"{last_part(side.path)}: {note}" for side in (a, b) for note in side.notes]
     seen = measure_sites(a, b, notes)
@@ -151,7 +153,7 @@ def compare_records(
 
 
 def _passed(rows: Sequence[SiteRow], uncompared: Sequence[Site], max_mape: float) -> bool | None:
-    """By the sites that decide; None where none does."""
+    """By the sites that decide; None if none does."""
     checks: list[CheckVerdict] = [FAIL] if uncompared else []
     for row in rows:
         if row.mape is not None:
@@ -163,7 +165,7 @@ def _passed(rows: Sequence[SiteRow], uncompared: Sequence[Site], max_mape: float
 
 
 def _check_detail(rows: Sequence[SiteRow], layers: frozenset[int] | None) -> list[str]:
-    """Notes on sites whose MAPE is not known; refused where layers were chosen, or where none is known."""
+    """Notes on sites whose MAPE is unknown; an error if layers were selected, or if no MAPE is known."""
     sketched = [row for row in rows if row.detail == "sketch"]
     if not sketched:
         return []
@@ -171,17 +173,19 @@ def _check_detail(rows: Sequence[SiteRow], layers: frozenset[int] | None) -> lis
         lacking = list(dict.fromkeys(str(row.place) for row in sketched))
         more = " ..." if len(lacking) > _MOST_NAMED else ""
         raise InvalidInput(
-            f"MAPE needs full detail, and one record or both have only sketches of {', '.join(lacking[:_MOST_NAMED])}"
+            f"MAPE needs full tensors, but at least one record has only sketches of {', '.join(lacking[:_MOST_NAMED])}"
             f"{more}: record again with --detail full, or with --full-layers"
         )
-    return [f"MAPE was checked at {len(rows) - len(sketched)} of {len(rows)} sites: the others are sketches"]
+    return [
+        f"MAPE was checked at {len(rows) - len(sketched)} of {len(rows)} sites; the others were recorded as sketches"
+    ]
 
 
 def _chosen(rows: tuple[SiteRow, ...], layers: frozenset[int]) -> tuple[SiteRow, ...]:
     blocks = sorted({row.place for row in rows if isinstance(row.place, int)})
     missing = sorted(layers.difference(blocks))
     if not layers:
-        raise InvalidInput(f"no layers are chosen: name some of the blocks {', '.join(map(str, blocks))}")
+        raise InvalidInput(f"no layers selected: choose from the blocks {', '.join(map(str, blocks))}")
     if missing:
         raise InvalidInput(
             f"no site of layers {', '.join(map(str, missing))} is in both records: choose from the blocks "
@@ -221,7 +225,7 @@ def _tokens(a: Record, b: Record, by_site: Mapping[Site, ErrorSums]) -> list[Tok
 
 
 def _token_sums(a: Record, b: Record) -> dict[tuple[int, int], list[float]]:
-    """One number per block and token is little; over the blocks of a model it is enough to rank tokens."""
+    """One number per block and token is little, but over all blocks it is enough to rank tokens."""
     left, right = a.by_token("sum"), b.by_token("sum")
     found: dict[tuple[int, int], list[float]] = {}
     for prompt, (mine, its) in enumerate(zip(left or (), right or (), strict=False)):
@@ -263,7 +267,7 @@ def _side(a: Record) -> Side:
 
 
 def verdict_of(rows: Sequence[SiteRow], logits: Logits | None, reason: str = "") -> Verdict:
-    """By the rows that decide; "undecided" where none does, since nothing finite is left on either side.
+    """By the rows that decide; "undecided" where none does, since no values are finite on both sides.
 
     With a `reason` why the two compute other things, differences are "compared": round-off is no explanation then.
     """
@@ -277,12 +281,15 @@ def verdict_of(rows: Sequence[SiteRow], logits: Logits | None, reason: str = "")
 
 
 def describe(rows: Sequence[SiteRow], logits: Logits | None, dtype: str, sites: int, reason: str = "") -> str:
-    """What the rows and logits show; of so many `sites` on either side, those of the rows were compared."""
+    """What the rows and logits show; the rows cover the compared ones of `sites` sites."""
     verdict = verdict_of(rows, logits, reason)
     if verdict == "diverged":
         text = _divergence(next(row for row in rows if row.diverges), dtype)
     elif verdict == "compared":
-        text = f"{reason[0].upper()}{reason[1:]}, so no verdict of round-off is due. {_largest(rows)}"
+        text = (
+            f"{reason[0].upper()}{reason[1:]}, so noisescope can't conclude that the difference is round-off. "
+            f"{_largest(rows)}"
+        )
     elif verdict == "identical":
         text = _identical(rows, sites)
     elif verdict == "round-off":
@@ -292,9 +299,11 @@ def describe(rows: Sequence[SiteRow], logits: Logits | None, dtype: str, sites: 
             f"relative L2 is {worst.relative_l2:.2g}, at {worst.site}. {_power(rows)}"
         )
     else:
-        text = f"At none of the {len(rows)} sites is a finite number left on both sides, so nothing could be compared."
+        text = f"None of the {len(rows)} sites has finite values on both sides, so nothing could be compared."
     if len(rows) < sites:
-        text += f" {len(rows)} of {sites} sites could be compared: one side lacks the others, or has another shape."
+        text += (
+            f" {len(rows)} of {sites} sites could be compared: the others are missing on one side or differ in shape."
+        )
     return text + _undecided(rows) + _left_out(rows) + ("" if verdict == "identical" else _next_token(logits))
 
 
@@ -307,12 +316,12 @@ def _largest(rows: Sequence[SiteRow]) -> str:
 
 
 def _identical(rows: Sequence[SiteRow], sites: int) -> str:
-    which = "The records are" if len(rows) == sites else "What could be compared is"
+    which = "The records are" if len(rows) == sites else "The sites that could be compared are"
     sketched = sum(row.detail == "sketch" for row in rows)
     if not sketched:
         return f"{which} identical in every element."
     where = "all sites" if sketched == len(rows) else f"{sketched} of {len(rows)} sites"
-    return f"{which} identical; {where} were compared by sketch, which does not show relative L2 below 2e-7."
+    return f"{which} identical; {where} were compared by sketch, which can't detect a relative L2 below 2e-7."
 
 
 def _divergence(first: SiteRow, dtype: str) -> str:
@@ -321,29 +330,33 @@ def _divergence(first: SiteRow, dtype: str) -> str:
     if first.nonfinite:
         what = f"{first.nonfinite} {first.counted} are NaN or infinite on one side only, which is critical"
     elif first.relative_l2 is None:
-        what = "the reference is all zeros there, the other side is not"
+        what = "the reference is all zeros there, but the other side is not"
     elif first.too_far:
         what = f"relative L2 {first.relative_l2:.2g}, {_times(first.relative_l2, first.expected, least_size)}"
-        what += f", most of it a gain of {100 * gain:+.2f} %" if gain else ""
+        what += f", mostly a gain of {100 * gain:+.2f} %" if gain else ""
     else:
         what = (
-            f"a gain of {100 * gain:+.2f} %, {_times(abs(gain), first.expected_gain, least_gain)}, in a relative L2 of "
-            f"{first.relative_l2:.2g} that may be round-off"
+            f"a gain of {100 * gain:+.2f} %, {_times(abs(gain), first.expected_gain, least_gain)}, although the "
+            f"relative L2 of {first.relative_l2:.2g} may be round-off"
         )
     return f"The devices diverge at {first.site}: {what}. Later sites inherit this difference."
 
 
 def _times(size: float, expected: float, least: float) -> str:
-    """How many times the error of the inputs, or round-off where theirs is no larger."""
+    """How many times the error of the inputs, or round-off if theirs is no larger."""
     return f"{size / expected:.0f} times {'the error of its inputs' if expected > least else 'round-off'}"
 
 
 def _power(rows: Sequence[SiteRow]) -> str:
-    """What a fault must reach to be called a divergence."""
+    """How large a fault must be to count as a divergence."""
     sizes = [row.smallest_detectable for row in rows]
     gains = [row.smallest_detectable_gain for row in rows if row.smallest_detectable_gain is not None]
-    text = f"A fault of one operator is detected if it adds a relative L2 above {_range(sizes)}"
-    return f"{text}; a common gain if it is above {_range([100 * gain for gain in gains])} %." if gains else f"{text}."
+    text = f"A fault in one operator is detected if it adds a relative L2 above {_range(sizes)}"
+    return (
+        (f"{text}; a gain common to all elements if it exceeds {_range([100 * gain for gain in gains])} %.")
+        if gains
+        else f"{text}."
+    )
 
 
 def _range(values: Sequence[float]) -> str:
@@ -352,23 +365,23 @@ def _range(values: Sequence[float]) -> str:
 
 
 def _undecided(rows: Sequence[SiteRow]) -> str:
-    """Rows that say nothing, where others decide."""
+    """Rows without a decision, if others decide."""
     lost = [row for row in rows if not row.decided]
     if not lost or len(lost) == len(rows):
         return ""
     which = f"{len(lost)} of {len(rows)} sites are undecided, {lost[0].site} first"
-    return f" {which}: nothing finite is left on either side."
+    return f" {which}: no values are finite on both sides."
 
 
 def _left_out(rows: Sequence[SiteRow]) -> str:
-    """What both sides have as NaN or infinite."""
+    """What is NaN or infinite on both sides."""
     there = [row for row in rows if row.nonfinite_both]
     if not there:
         return ""
     first = there[0]
     return (
-        f" NaN or infinite numbers that are the same on both sides are left out at {len(there)} of {len(rows)} sites: "
-        f"{first.nonfinite_both} {first.counted} at {first.site}, the first."
+        f" NaN or infinite values that match on both sides were ignored at {len(there)} of {len(rows)} sites: "
+        f"{first.nonfinite_both} {first.counted} at {first.site}first."
     )
 
 

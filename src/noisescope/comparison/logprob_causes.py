@@ -1,8 +1,8 @@
-"""Causes of disagreement that log-probabilities alone can show, each looked for after those before it were mended.
+"""Causes of disagreement that log-probabilities alone can reveal, each looked for after correcting the previous ones.
 
-A cause function gets the pairs and gives None, or a `Found`: what was seen, where to look, and the pairs as they would
-be without it. Patterns that healthy pairs can't have (a constant ratio, copies of rows, exact zeros at unlikely tokens)
-need no test. The others are tested over sequences, at `ALARM` for all of them together, and need a size that matters.
+A cause function takes the pairs and returns None or a `Found`: what was observed, where to look, and the corrected
+pairs. Patterns that healthy pairs can't have (a constant ratio, duplicated rows, exact zeros at unlikely tokens) need
+no test. The others are tested over sequences, at level `ALARM` for all of them together, and need a size that matters.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ONE_SIDED = 0.45  # (up - down) / (up + down) of differences that top-p or top-
 
 
 def scale(pairs: Pairs) -> Found | None:
-    """B is A times a constant: another base of the logarithm, the other sign, probabilities."""
+    """B is A times a constant: another logarithm base, the opposite sign, or probabilities."""
     a, b = joined(pairs, lambda one: one.a), joined(pairs, lambda one: one.b)
     inside = (np.abs(a) > 0.5) & (a > SENTINEL) & (np.abs(b) < -SENTINEL)
     if inside.sum() < _FEWEST:
@@ -52,19 +52,21 @@ def scale(pairs: Pairs) -> Found | None:
     spread = float(np.median(np.abs(ratio - factor)))
     if abs(factor - 1) < 0.05 or spread > 0.1 * abs(factor - 1):
         return None
-    known = {-1.0: "the other sign", 1 / math.log(10): "logarithms to base 10", 1 / math.log(2): "base 2"}
+    known = {-1.0: "the opposite sign", 1 / math.log(10): "logarithms to base 10", 1 / math.log(2): "base 2"}
     known |= {1 / one: words.replace("base", "base e where A has base") for one, words in known.items() if one > 0}
-    word = next((words for one, words in known.items() if abs(factor / one - 1) < 0.03), "no base of a logarithm")
+    word = next(
+        (words for one, words in known.items() if abs(factor / one - 1) < 0.03), "not a ratio of common logarithm bases"
+    )
     statement = f"B is {factor:.3g} times A at every token ({word})."
     mended = tuple(replace(one, b=one.b / factor) for one in pairs)
     return Found("scale", statement, _UNITS, mended, int(inside.sum()))
 
 
-_UNITS = "Look at how the file is written: natural logarithms of probabilities, all of them at most 0, are expected."
+_UNITS = "Check how the file is written: noisescope expects natural logarithms of probabilities, all at most 0."
 
 
 def different_tokens(pairs: Pairs) -> Found | None:
-    """The files have other tokens at some positions, so their values are not of the same thing."""
+    """The files have different tokens at some positions, so the values can't be compared there."""
     flags = [_token_flags(one) for one in pairs]
     count = int(sum(flag.sum() for flag in flags))
     if not count:
@@ -73,7 +75,8 @@ def different_tokens(pairs: Pairs) -> Found | None:
     return Found(
         "different tokens",
         f"{count} tokens differ between the files, in {sum(map(bool, map(np.any, flags)))} sequences.",
-        "Compare the token ids: another tokenizer, template or special token, or texts that were generated twice.",
+        "Compare the token ids. Likely causes: a different tokenizer, template or special token, or texts generated "
+        "separately on each side.",
         mended,
         count,
     )
@@ -87,7 +90,7 @@ def _token_flags(one: Pair) -> Flags:
 
 
 def missing(pairs: Pairs) -> Found | None:
-    """Values that stand for "none": null, NaN, infinities, below -1000, above 0, and 0 at unlikely tokens."""
+    """Placeholders for "no value": null, NaN, infinities, below -1000, above 0, and 0 at unlikely tokens."""
     kinds: dict[str, int] = {}
     mended = []
     zeros = {side: _zeros_are_missing(pairs, side) for side in "ab"}
@@ -113,13 +116,19 @@ def missing(pairs: Pairs) -> Found | None:
     words = ", ".join(f"{count} tokens {kind}" for kind, count in kinds.items())
     next_step = (
         "Find what writes a value where none was computed: padding, a masked token, a token outside the top "
-        "log-probabilities that a server returns (-9999), a sequence that was cut."
+        "log-probabilities that the server returns (-9999), a truncated sequence."
     )
-    return Found("missing values", f"Values stand for none: {words}.", next_step, tuple(mended), sum(kinds.values()))
+    return Found(
+        "missing values",
+        f"Some values are placeholders, not log-probabilities: {words}.",
+        next_step,
+        tuple(mended),
+        sum(kinds.values()),
+    )
 
 
 def _zeros_are_missing(pairs: Pairs, side: str) -> bool:
-    """Exact zeros at tokens that the other side finds unlikely. Top-p gives zeros, too, but at likely tokens alone."""
+    """Exact zeros at tokens that the other side finds unlikely. Top-p also gives zeros, but only at likely tokens."""
     mine = joined(pairs, lambda one: one.a if side == "a" else one.b)
     other = joined(pairs, lambda one: one.b if side == "a" else one.a)
     at = (mine == 0) & (other < -1e-3) & (other > SENTINEL)
@@ -135,7 +144,7 @@ def processed(pairs: Pairs) -> Found | None:
 
 
 def _truncating(pairs: Pairs) -> Found | None:
-    """One side is never below the other: it divides by the share of the tokens that were kept."""
+    """One side is never below the other: it divides by the share of the kept tokens."""
     differences = joined(pairs, lambda one: one.differences)
     if len(differences) < _FEWEST:
         return None
@@ -160,10 +169,10 @@ def _truncating(pairs: Pairs) -> Found | None:
     mended = tuple(one.with_differences(sign * 2 * np.minimum(sign * one.differences, 0.0)) for one in pairs)
     return Found(
         name,
-        f"{side}'s log-probabilities are hardly ever below {other}'s: they look renormalised over the tokens that "
+        f"{side}'s log-probabilities are almost never below {other}'s: they look renormalised over the tokens that "
         f"{name} keeps ({clue} probability 1{share}).",
         f"Compare log-probabilities before the processors (vLLM: logprobs_mode raw_logprobs), or sample without "
-        f"{name}; {other} has the whole vocabulary in its denominator.",
+        f"{name}; {other} normalises over the whole vocabulary.",
         mended,
         len(differences),
     )
@@ -193,13 +202,14 @@ def _temperature(pairs: Pairs) -> Found | None:
     curve = _curve(pairs)
     mended = tuple(one.with_differences(one.differences - curve(middle(one))) for one in pairs)
     said = sorted({row.temperature for one in pairs for row in (one.row_a, one.row_b) if row.temperature is not None})
-    files = f" The files say temperature {', '.join(f'{t:g}' for t in said)}." if said else ""
+    files = f" The files state temperature {', '.join(f'{t:g}' for t in said)}." if said else ""
     return Found(
         "temperature",
-        f"{sharper} is sharper: its likely tokens are likelier and its unlikely ones less likely, as if its "
-        f"logits were divided by about {about:.2g} once more.{files}",
-        "Check that both divide logits by the temperature once: log-probabilities after processors on one side and raw "
-        "ones on the other, or a temperature applied in the engine and again in the trainer.",
+        f"{sharper} is sharper: its likely tokens are likelier and its unlikely ones less likely, as if its logits "
+        f"had been divided by about {about:.2g} once more.{files}",
+        "Check that both sides divide logits by the temperature exactly once. Likely causes: processed "
+        "log-probabilities on one side and raw ones on the other, or a temperature applied in the engine and again "
+        "in the trainer.",
         mended,
         len(ratios),
         whole=True,
@@ -246,8 +256,8 @@ def stored_precision(pairs: Pairs) -> Found | None:
         coarse = float(np.abs(rounded(b if on[0] else a) - (b if on[0] else a)).mean())
         return Found(
             "stored precision",
-            f"All values of {side} are {words}: rounding them so moves a value by {coarse:.2g} nats on average.",
-            f"Write {side}'s log-probabilities in float32, before they are cast or printed.",
+            f"All values of {side} are {words}: that rounding changes a value by {coarse:.2g} nats on average.",
+            f"Write {side}'s log-probabilities in float32, before casting or printing.",
             fine,
             len(a),
         )

@@ -1,4 +1,4 @@
-"""Files of log-probabilities, as trainers and servers write them, read into one form.
+"""Reads files of log-probabilities, as trainers and servers write them, into one form.
 
 Understood, one JSON object per line (or a .json file with a list of them):
 
@@ -73,7 +73,7 @@ class LogprobFile:
 
 
 def read_logprobs(path: Path, *, field: str | None = None) -> LogprobFile:
-    """A file of log-probabilities; `field` chooses where it holds several."""
+    """Read a file of log-probabilities; `field` selects one if the file has several."""
     objects = list(_objects(path))
     known = [name for name in FIELDS if any(isinstance(one.get(name), list) for one in objects)]
     if field is not None and field not in known:
@@ -96,7 +96,7 @@ def read_logprobs(path: Path, *, field: str | None = None) -> LogprobFile:
     if len(leading) < 0.9 * len(rows):  # here and there it is a missing value
         return LogprobFile(str(path), where, tuple(rows), tuple(known))
     rows = [_without_first(row) if math.isnan(row.values[:1].sum()) else row for row in rows]
-    note = f"{path}: a leading null of {len(leading)} sequences was dropped (a first token has no log-probability)"
+    note = f"{path}: a leading null of {len(leading)} sequences was dropped (the first token has no log-probability)"
     return LogprobFile(str(path), where, tuple(rows), tuple(known), (note,))
 
 
@@ -112,7 +112,7 @@ class _Part:
 
 
 def _objects(path: Path) -> Iterator[dict[str, Json]]:
-    """The JSON objects of a file, each an answer or a sample."""
+    """The JSON objects of a file, each a response or a sample."""
     try:
         if path.stat().st_size > _LARGEST:
             raise InvalidInput(f"{path} is larger than 2 GiB: compare a part of it, such as one step")
@@ -249,7 +249,7 @@ def _chosen(where: str, entries: Sequence[Json], ids: Sequence[Json] | None) -> 
 
 
 def _ids(tokens: Sequence[Json]) -> tuple[Token, ...] | None:
-    """Token ids as ints where they all are; None where nothing is known. The first may be, before which nothing is."""
+    """Token ids as ints, if all are; None if unknown. The first may be unknown, because nothing precedes it."""
     if len(tokens) < 2 or any(token is None for token in tokens[1:]):
         return None
     return tuple(int(token) if str(token).lstrip("-").isdigit() else str(token) for token in tokens)

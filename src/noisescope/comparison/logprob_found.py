@@ -1,4 +1,4 @@
-"""What a cause function gives, and the test that several of them share."""
+"""The result of a cause function, and the significance test that several of them share."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ ONE_TEST = ALARM / _TESTS
 
 @dataclass(frozen=True)
 class Found:
-    """A cause: what was seen, where to look, and the pairs as they would be without it."""
+    """A cause: what was observed, where to look, and the corrected pairs."""
 
     name: str
     statement: str
     next_step: str
     mended: tuple[Pair, ...]
     tokens: int  # that show it
-    whole: bool = False  # it may be all of the gap: mending it takes off a part that is known to be its own
+    whole: bool = False  # it may be all of the gap: correcting it removes only the part known to be its own
 
 
 Cause = Callable[[Pairs], Found | None]
 
 
 def significant(t: float, sequences: int) -> bool:
-    """Whether Student's t over so many sequences is, at the level of one test."""
+    """Whether Student's t over that many sequences is significant at the level of one test."""
     return bool(2 * special.stdtr(max(sequences - 1, 1), -abs(t)) < ONE_TEST)

@@ -1,4 +1,4 @@
-"""Which sequence of one file belongs to which of the other, and how their tokens line up."""
+"""Matches sequences of two files, and aligns their tokens."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Matched:
 
 
 def match_rows(a: LogprobFile, b: LogprobFile) -> Matched:
-    """By name where names are unique, else by their tokens, else in order."""
+    """By name if names are unique, else by tokens, else in order."""
     for how, names in (("name", _keys), ("tokens", _token_names)):
         left, right = names(a.rows), names(b.rows)
         if left is None or right is None:
@@ -86,7 +86,7 @@ def _by_values(a: Sequence[LogprobRow], b: Sequence[LogprobRow]) -> list[tuple[i
 
 
 def copies(rows: Sequence[LogprobRow]) -> set[int]:
-    """Numbers of rows whose values another row has, too, all of them."""
+    """Indices of rows whose values all occur in another row too."""
     names = [row.values.tobytes() if len(row.values) >= _SAME else b"" for row in rows]
     counts = Counter(names)
     return {row.number for row, name in zip(rows, names, strict=True) if name and counts[name] > 1}
@@ -122,7 +122,7 @@ def _gap(a: Array, b: Array, shift: int) -> float:
 
 
 def overlapping(a: Array, b: Array, shift: int) -> tuple[Array, Array]:
-    """The values that lie over each other when b[t + shift] is a[t]."""
+    """The values that coincide when b[t + shift] is a[t]."""
     if shift < 0:
         a = a[-shift:]
     else:

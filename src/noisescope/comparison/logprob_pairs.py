@@ -1,4 +1,4 @@
-"""Aligned log-probabilities of two files, as arrays that causes are looked for in and mended in."""
+"""Aligned log-probabilities of two files, as arrays in which causes are found and corrected."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Pair:
         return self.row_a.step if self.row_b.step is None else self.row_b.step
 
     def with_differences(self, differences: Array) -> Pair:
-        """The same with other differences: B as it would be."""
+        """The same pair with other differences: B as it would be."""
         return replace(self, b=self.a + differences)
 
 
@@ -65,7 +65,7 @@ def gap(pairs: Pairs) -> Estimate:
 
 
 def removed(before: Pairs, after: Pairs) -> Estimate:
-    """What mending took off the gap, paired by sequence; a sequence that was left out counts as all others are now."""
+    """How much a correction reduces the gap, paired by sequence; one that was left out counts as the others do now."""
     now = {(one.row_a.number, one.row_b.number): one.size for one in after}
     sizes = np.array([size for size in now.values() if np.isfinite(size)])
     usual = float(sizes.mean()) if len(sizes) else 0.0

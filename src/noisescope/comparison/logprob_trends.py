@@ -1,6 +1,6 @@
-"""Causes that show by where in a sequence, or when in training, the differences are larger.
+"""Causes that depend on where in a sequence, or when in training, the differences are larger.
 
-An unlikely token moves more under any error, so sizes are compared at equal likelihood (`relative_sizes`).
+An unlikely token changes more under any error, so sizes are compared at equal likelihood (`relative_sizes`).
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def first_tokens(pairs: Pairs) -> Found | None:
         "first tokens",
         f"At equal likelihood, the first 4 tokens differ {early / max(late, 1e-12):.1f} times as much as those after "
         "the 8th.",
-        "Compare what precedes the first scored token: system prompt, chat template, beginning-of-text token, a cut "
-        "prompt.",
+        "Compare what precedes the first scored token: system prompt, chat template, beginning-of-text token, "
+        "truncated prompt.",
         _levelled(pairs, np.where(np.arange(len(by_position)) < ends, by_position / max(late, 1e-12), 1.0)),
         sum(min(ends, len(one.a)) for one in pairs),
     )
@@ -53,14 +53,14 @@ def position(pairs: Pairs) -> Found | None:
     if not significant(t_statistic(contrasts), len(pairs)) or late < RATIO * early:
         return None
     at = _jump(by_position)
-    how = f"from token {at} on they are larger at once" if at is not None else "they grow steadily"
+    how = f"they jump at token {at}" if at is not None else "they grow steadily"
     relative = np.array([_mean(by_position[max(0, t - 4) : t + 5]) for t in range(longest)]) / max(early, 1e-12)
     return Found(
         "grows with position",
         f"At equal likelihood, differences in the last quarter are {late / max(early, 1e-12):.1f} times those in the "
         f"first; {how}.",
-        "Look at what depends on position: a quantised or stale KV cache, rotary base or scaling, a sliding window, "
-        "chunked prefill, a limit on the context.",
+        "Check what depends on position: a quantised or stale KV cache, rotary base or scaling, a sliding window, "
+        "chunked prefill, a context-length limit.",
         _levelled(pairs, np.maximum(relative, 1.0)),
         sum(len(one.a) for one in pairs),
     )
@@ -101,7 +101,7 @@ def training_step(pairs: Pairs) -> Found | None:
         f"At equal likelihood, differences at the last steps are {late / max(early, 1e-12):.1f} times those at the "
         f"first (steps {steps.min():g} to {steps.max():g}, rank correlation {found.value:.2f}).",
         "Check that weights reach the rollout engine after each update: the version it reports, a prefix cache that "
-        "outlives an update, asynchronous rollouts, a layer or adapter that is not sent.",
+        "survives an update, asynchronous rollouts, a layer or adapter that is not sent.",
         mended,
         int(sum(one.usable.sum() for one in pairs)),
     )

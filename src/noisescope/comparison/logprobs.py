@@ -1,8 +1,9 @@
-"""Two files of log-probabilities compared: causes mended one after another, each in nats, and what remains.
+"""Compares two files of log-probabilities: corrects causes one after another, each in nats, and reports what remains.
 
-The order is fixed: units, rows, alignment, lengths, missing values, tokens, processors of logits, storage, first
-tokens, position, step. A cause's share is what mending it takes off the gap that those before it left. What remains is
-printed and never spread over causes; whether it is round-off needs a band (`noisescope robustness MODEL --rounding`).
+The order is fixed: units, rows, alignment, lengths, missing values, tokens, logit processors, storage, first tokens,
+position, step. A cause's share is how much correcting it reduces the gap that the previous ones left. The remainder is
+reported and never distributed over causes; deciding whether it is round-off needs a band (`noisescope robustness MODEL
+--rounding`).
 """
 
 from __future__ import annotations
@@ -31,14 +32,15 @@ from noisescope.jsonform import to_json
 SCHEMA_VERSION = 1
 Verdict = Literal["identical", "round-off", "diverged", "undecided"]
 TEMPERATURE_LIMIT = (
-    "Without the whole distribution a temperature is recognised but can't be undone: it is ascribed the whole gap, and "
-    "the lower end of its interval is what its curve explains."
+    "Without the whole distribution a temperature can be recognised but not undone: the whole gap is attributed to "
+    "it, and the lower end of its interval is the part its curve explains."
 )
-HIDDEN = "what else differs can't be told from the temperature"
+HIDDEN = "other differences can't be separated from the temperature"
 LIMITS = (
-    "Log-probabilities alone can't tell a wrong weight from a wrong operator, another dtype or a stale layer: all of "
-    "them are in what remains. Compare records, or both engines on the same prompts, to locate them.",
-    "A cause that changes every token of every sequence alike at every step is seen only by its size.",
+    "Log-probabilities alone can't distinguish a wrong weight from a wrong operator, a different dtype or a stale "
+    "layer: all of these are in the remainder. To locate them, compare records, or run both engines on the same "
+    "prompts.",
+    "A cause that changes all tokens of all sequences equally at every step shows only in the size of the difference.",
 )
 
 
@@ -52,7 +54,7 @@ class LogprobSide:
 
 @dataclass(frozen=True)
 class LogprobCause:
-    """`nats`: mean |difference| per token that mending it takes off, in the order that causes are mended."""
+    """`nats`: mean |difference| per token that correcting it removes, in the order of correction."""
 
     name: str
     nats: Estimate
@@ -69,7 +71,7 @@ class WorstRow:
 
 @dataclass(frozen=True, kw_only=True)
 class LogprobComparison:
-    """How two files of log-probabilities differ. Gaps are means of |difference|, nats per token."""
+    """How two files of log-probabilities differ. Gaps are means of |difference|, in nats per token."""
 
     schema_version: int = SCHEMA_VERSION
     verdict: Verdict
@@ -92,7 +94,7 @@ class LogprobComparison:
 
     @property
     def outcome(self) -> CheckVerdict:
-        """ "fail" where a cause was found or more remains than allowed, "undecided" where nothing says what may."""
+        """ "fail" if a cause was found or more remains than allowed, "undecided" if no limit is known."""
         if self.max_gap is not None and not self.causes:
             return FAIL if self.gap.value is None else at_most(self.gap, self.max_gap)
         if self.verdict in ("identical", "round-off"):
@@ -116,7 +118,9 @@ def compare_logprobs(
     matched = match_rows(a, b)
     pairs: Pairs = tuple(_pair(a.rows[left], b.rows[right]) for left, right in matched.pairs)
     if not any(one.usable.any() for one in pairs):
-        raise InvalidInput(f"{a.path} and {b.path} have no token with a value on both sides: nothing can be compared")
+        raise InvalidInput(
+            f"{a.path} and {b.path} have no token with a value on both sides, so nothing can be compared"
+        )
     first = gap(pairs)
     found: list[LogprobCause] = []
     hidden = False
@@ -179,7 +183,7 @@ def _pair(row_a: LogprobRow, row_b: LogprobRow) -> Pair:
 
 
 def _copied(pairs: Pairs) -> Found | None:
-    """Rows of one file whose values another row of it has, too, where the other file has two different ones."""
+    """Rows of one file whose values another row duplicates, although the other file has two different rows."""
     doubled = {side: copies([row_of(one) for one in pairs]) for side, row_of in _SIDES.items()}
     sizes = np.array([one.size for one in pairs])
     usual = float(np.nanmedian(sizes)) if np.isfinite(sizes).any() else 0.0
@@ -193,9 +197,9 @@ def _copied(pairs: Pairs) -> Found | None:
     side = "A" if doubled["A"] else "B"
     return Found(
         "duplicated rows",
-        f"{len(wrong)} sequences of {side} are copies of other sequences of it.",
-        "Look at how batches are gathered: padding of the last batch with earlier samples, a retry that was appended, "
-        "an index that is not advanced.",
+        f"{len(wrong)} sequences of {side} duplicate other sequences in the same file.",
+        "Check how batches are gathered: the last batch padded with earlier samples, a retry appended to the "
+        "results, an index that does not advance.",
         tuple(one for at, one in enumerate(pairs) if at not in wrong),
         int(sum(len(pairs[at].a) for at in wrong)),
     )
@@ -216,15 +220,15 @@ def _reordered(pairs: Pairs) -> Found | None:
     moved = sum(left[x].row_b.number != y for x, y in other)
     return Found(
         "reordered rows",
-        f"{moved} of {len(pairs)} sequences of B belong to other sequences of A than their names or their order say.",
-        "Match sequences by their tokens: balancing of lengths between ranks, shuffling or sorting changed the order.",
+        f"{moved} of {len(pairs)} sequences of B match other sequences of A than their names or order indicate.",
+        "Match sequences by their tokens: load balancing between ranks, shuffling or sorting changed the order.",
         tuple(mended),
         int(sum(len(one.a) for one in mended)),
     )
 
 
 def _current(row_a: LogprobRow, a: Array, row_b: LogprobRow, b: Array) -> tuple[LogprobRow, LogprobRow]:
-    """Rows with values as they are by now: causes before this one may have mended them."""
+    """Rows with their current values: earlier causes may have corrected them."""
     return replace(row_a, values=_ended(a)), replace(row_b, values=_ended(b))
 
 
@@ -245,8 +249,8 @@ def _misaligned(pairs: Pairs) -> Found | None:
     return Found(
         "misaligned",
         f"B holds each token's value {abs(shift)} {'position' if abs(shift) == 1 else 'positions'} {ahead} than A.",
-        "Check the shift between logits and the token they predict (logits at t predict token t + 1), and whether one "
-        "side includes tokens of the prompt or the first token.",
+        "Check the shift between logits and the tokens they predict (logits at t predict token t + 1), and whether "
+        "one side includes prompt tokens or the first token.",
         tuple(mended),
         int(sum(len(one.a) for one in mended)),
     )
@@ -276,11 +280,15 @@ def _truncated(pairs: Pairs) -> Found | None:
         return None
     longest = max(lengths[side])
     at_limit = sum(length == longest for length in lengths[side])
-    limit = f"; {at_limit} of its sequences end at {longest} tokens" if at_limit > max(2, len(pairs) // 4) else ""
+    limit = (
+        (f"; {at_limit} of its sequences stop at exactly {longest} tokens")
+        if at_limit > max(2, len(pairs) // 4)
+        else ""
+    )
     return Found(
         "truncated",
         f"{side} lacks the last {lost[side]} of {whole} tokens, in {cut} of {len(pairs)} sequences{limit}.",
-        "Compare the limits on length (max_tokens, max_model_len, max_response_length) and the padding of batches.",
+        "Compare the length limits (max_tokens, max_model_len, max_response_length) and how batches are padded.",
         tuple(mended),
         lost[side],
     )
@@ -311,27 +319,31 @@ def _words(
     verdict: Verdict, found: list[LogprobCause], remainder: Estimate, band: RoundoffBand | None, judged: RoundoffVerdict
 ) -> str:
     if verdict == "identical":
-        return "Every log-probability that both files have is the same."
+        return "All log-probabilities present in both files are identical."
     left = "nothing" if not remainder.value else f"{remainder.value:.3g} nats per token"
     left = "an unknown part" if remainder.value is None else left
     start = ""
     if found:
         names = ", ".join(cause.name for cause in found)
-        start = f"{'Cause' if len(found) == 1 else 'Causes'} found: {names}. After mending, {left} remains. "
+        start = f"{'Cause' if len(found) == 1 else 'Causes'} found: {names}. After correction, {left} remains. "
     elif verdict != "round-off":
-        start = f"No cause was recognised; the files differ by {left}. "
+        start = f"No known cause was found; the files differ by {left}. "
     if band is None:
         return start + (
-            "Whether that is round-off can't be said without a band: measure one with `noisescope robustness MODEL "
-            "--rounding -o DIR` and give --roundoff DIR."
+            "Whether that is round-off can't be decided without a measured round-off band: measure one with "
+            "`noisescope robustness MODEL "
+            "--rounding -o DIR` and pass --roundoff DIR."
         )
-    limit = f"{band.expected.value:.3g} is expected between healthy systems in {band.dtype}, at most {band.high:.3g}"
+    limit = (
+        f"{band.expected.value:.3g} nats per token is expected between healthy systems in {band.dtype}, and at most "
+        f"{band.high:.3g}"
+    )
     alarm = f"false-alarm rate {100 * band.false_alarm:g} %"
     if judged == "round-off":
-        return f"{start}What differs ({left}) is explained by round-off: {limit} ({alarm})."
+        return f"{start}The difference ({left}) is explained by round-off: {limit} ({alarm})."
     if judged == "more than round-off":
         return f"{start}That is more than round-off: {limit} ({alarm})."
-    return f"{start}Too few tokens to judge it against round-off."
+    return f"{start}There are too few tokens to decide whether it is round-off."
 
 
 def _signed(pairs: Pairs) -> Estimate:
@@ -342,7 +354,7 @@ def _signed(pairs: Pairs) -> Estimate:
 
 
 def _worst(pairs: Pairs) -> tuple[WorstRow, ...]:
-    """Sequences that stand apart: five times the usual gap."""
+    """Sequences with an unusual gap: five times the typical one."""
     sizes = [(one.size, one) for one in pairs if np.isfinite(one.size)]
     usual = float(np.median([size for size, _ in sizes])) if sizes else 0.0
     apart = sorted(((size, one) for size, one in sizes if size > 5 * usual > 0), key=lambda item: -item[0])
@@ -356,7 +368,7 @@ def _side(file: LogprobFile) -> LogprobSide:
 def _unmatched(a: LogprobFile, b: LogprobFile, matched: Matched) -> list[str]:
     rest = [len(file.rows) - len(matched.pairs) for file in (a, b)]
     return [
-        f"{count} sequences of {file.path} have no counterpart and are left out"
+        f"{count} sequences of {file.path} have no counterpart and were ignored"
         for count, file in zip(rest, (a, b), strict=True)
         if count
     ]

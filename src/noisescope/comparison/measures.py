@@ -1,4 +1,4 @@
-"""How far two tensors are apart: errors, where they are, and what sketches show of them.
+"""Measures of how far apart two tensors are: errors, where they are, and what sketches show of them.
 
 MAPE is mean |a - b| / max(|a|, rms(a) / 10), a the reference: elements near 0 would otherwise dominate (a 16-bit model
 may show 22 % in a layer whose relative L2 error is 0.8 %). The original method notes' own formula, with |a| + 1e-8
@@ -45,7 +45,7 @@ class WorstElement:
 
 @dataclass(frozen=True)
 class Measures:
-    """Of one site; None where a sketch does not show it, or NaN and infinite elements leave nothing to measure.
+    """The measures of one site; None if a sketch does not show them, or no finite elements are left to measure.
 
     `infinite`: no relative L2 is large enough, as one side alone has NaN or infinite elements, or only the reference is
     all zeros. `relative_error` is the standard error of an estimated relative L2. Non-finite elements are counted; of a
@@ -211,7 +211,8 @@ def common_gain(a: Sketch, b: Sketch) -> float | None:
     None where the sketches have too few numbers for any gain to stand out.
 
     Each number t = s(b) / s(a) - 1 of the sketches sees other elements. Errors at random give a Cauchy distribution
-    round 0 whose median has the standard error (pi / 2) median|t| / sqrt(n); a gain g moves all of them to g. The norms
+    around 0 whose median has the standard error (pi / 2) median|t| / sqrt(n); a gain g moves all of them to g. The
+    norms
     would be more sensitive, but a few massive elements dominate them: an error of one of them would pass for a gain.
     """
     usable = _usable(a[0], b[0]) & (a[0] != 0)

@@ -1,4 +1,4 @@
-"""Divergence x sensitivity: what a difference costs, what to fix first, what each layer can afford.
+"""Divergence x sensitivity: what a difference costs, what to fix first, and how much each layer tolerates.
 
 A diagnosis predicts the KL of relative noise of scale s at a layer's operators, to second order KL = k s^2. A
 difference of relative L2 r there costs about k r^2, as if it arose there and were noise. Where the report found that
@@ -77,7 +77,7 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class DifferenceCosts:
-    """All cells, the costliest first, and the tolerance of each layer."""
+    """All cells, the most expensive first, and the tolerance of each layer."""
 
     affordable_nats: float
     fix_first: tuple[CostCell, ...]
@@ -86,9 +86,9 @@ class DifferenceCosts:
 
 
 def difference_costs(rows: Sequence[SiteRow], diagnosis: Diagnosis, model: str, affordable: float) -> DifferenceCosts:
-    """Cross the relative L2 of sites, given in the order they ran, with a diagnosis's map of layers x operators."""
+    """Combine the relative L2 of sites, in execution order, with a diagnosis's layer x operator map."""
     if not 0 < affordable < math.inf:
-        raise InvalidInput(f"what a difference may cost is in nats, above 0; got {affordable}")
+        raise InvalidInput(f"the allowed cost of a difference is in nats and must be above 0; got {affordable}")
     prices = _prices(diagnosis, model)
     sizes: dict[Key, list[float]] = {}
     first_infinite: dict[Key, int] = {}
@@ -123,8 +123,8 @@ def _prices(diagnosis: Diagnosis, model: str) -> dict[Key, Price]:
     known = diagnosis.run.model
     if model and known.fingerprint and model != known.fingerprint:
         raise InvalidInput(
-            f"the sensitivity report is about another model ({known.architecture}, fingerprint "
-            f"{known.fingerprint[:12]}) than the records ({model[:12]}): diagnose this one, in the same dtype"
+            f"the sensitivity report describes a different model ({known.architecture}, fingerprint "
+            f"{known.fingerprint[:12]}) from the records ({model[:12]}): diagnose the recorded model, in the same dtype"
         )
     section, scale = diagnosis.layer_analysis, diagnosis.run.settings.noise_scale
     cells = () if section is None else section.map
@@ -133,7 +133,7 @@ def _prices(diagnosis: Diagnosis, model: str) -> dict[Key, Price]:
     found: dict[Key, Price] = {key: price for key, price in known_prices if price is not None}
     if not found:
         raise InvalidInput(
-            "the sensitivity report has no map of layers and operators with a predicted KL: make it with "
+            "the sensitivity report has no layer x operator map of predicted KL: create one with "
             "`noisescope diagnose MODEL --level operator,layer`"
         )
     return found

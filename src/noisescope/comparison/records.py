@@ -1,6 +1,6 @@
-"""A record: what one device computed on fixed prompts, as a folder that runs/device_record_writer.py writes; read here.
+"""Reads records: what one device computed on fixed prompts, in a folder written by runs/device_record_writer.py.
 
-It is refused where it is no record, damaged, of another version, or contradicts itself.
+A folder that is not a record, is damaged, of another version or inconsistent is rejected.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from noisescope.sites import Place, Site
 FORMAT = "noisescope record"
 VERSION = 2  # 2: prompts have a checksum
 DESCRIPTION = "record.json"
-RECORD = FileKind("whole record", "It is truncated or damaged: copy it again, or record again", root="record")
+RECORD = FileKind("record", "It is truncated or damaged: copy it again, or record again", root="record")
 _BEING_WRITTEN = re.compile(r"\.tmp.*|\.record\.json\..*\.part")  # by safetensors, by atomic_write
 # 0003.safetensors: the sketches of batch 3; 0003-012-7.safetensors: its thirteenth file of whole tensors, of block 7
 TENSORS = re.compile(r"(?P<batch>\d{4,9})(?:-\d{3,9}-(?P<place>\w+))?\.safetensors")
@@ -38,7 +38,7 @@ def prompts_digest(prompts: Sequence[Sequence[int]]) -> str:
 
 
 def is_unfinished(folder: Path) -> bool:
-    """Whether a folder holds files of a record that was never finished, and nothing else."""
+    """Whether a folder holds only files of a record that was never finished."""
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     ours = [name for name in names if not _BEING_WRITTEN.fullmatch(name)]
     return bool(ours) and all(TENSORS.fullmatch(name) for name in ours)
@@ -63,7 +63,7 @@ class RecordedData:
 
 @dataclass(frozen=True)
 class SketchKind:
-    """Sketches of another seed or version can't be subtracted."""
+    """Sketches with different seeds or versions can't be subtracted."""
 
     seed: int
     version: int
@@ -91,7 +91,7 @@ class RecordedFile:
 
 @dataclass(frozen=True)
 class RecordedPrompts:
-    """A batch: `count` prompts from `first` on, all of one length, and the files with their tensors."""
+    """A batch: `count` prompts starting at `first`, all of one length, and the files with their tensors."""
 
     first: int
     count: int
@@ -122,14 +122,14 @@ class Description:
 
 
 def read_description(folder: Path) -> Description:
-    """What record.json says of itself, and of the files beside it; those are not opened."""
+    """The contents of record.json; the files it lists are not opened."""
     file = folder / DESCRIPTION
     if not file.exists():
         reason = "it was never finished: record again" if is_unfinished(folder) else "`noisescope record` writes one"
-        raise InvalidInput(f"{folder} is no record, it holds no {DESCRIPTION}: {reason}")
+        raise InvalidInput(f"{folder} is not a record: it has no {DESCRIPTION}: {reason}")
     found = members(parse_json(read_text(file, RECORD), file, RECORD), file, RECORD)
     if found.get("format") != FORMAT:
-        raise InvalidInput(f"{file} is no record of noisescope: it does not say {FORMAT!r}")
+        raise InvalidInput(f"{file} is not a noisescope record: it does not contain {FORMAT!r}")
     if found.get("version") != VERSION:
         raise InvalidInput(
             f"{file} has version {cut(repr(found.get('version')))} of the format; this noisescope reads "
@@ -142,9 +142,9 @@ def read_description(folder: Path) -> Description:
 
 
 def _contradictions(about: Description) -> Iterator[str]:
-    """Facts that can't be so together: batches go through the prompts in order, and each has its own files."""
+    """Inconsistent facts: batches must cover the prompts in order, and each has its own files."""
     if prompts_digest(about.prompts) != about.prompts_sha256:
-        yield "the prompts do not fit their checksum"
+        yield "the prompts do not match their checksum"
     places, layers = {str(site.place) for site in about.sites}, set(map(str, about.full_layers))
     if not layers <= places:
         yield f"no site is in the full_layers {', '.join(sorted(layers - places))}"
@@ -152,18 +152,18 @@ def _contradictions(about: Description) -> Iterator[str]:
     first = 0
     for number, batch in enumerate(about.batches):
         if batch.first != first:
-            yield f"batch {number} begins with prompt {batch.first}, where {first} is the next"
+            yield f"batch {number} begins with prompt {batch.first}, expected {first}"
         lengths = {len(prompt) for prompt in about.prompts[first : first + batch.count]}
         if lengths != {batch.length}:
-            yield f"the prompts of batch {number} have {sorted(lengths)} tokens, not the {batch.length} it says"
+            yield f"the prompts of batch {number} have {sorted(lengths)} tokens, not {batch.length} as it states"
         first += batch.count
         yield from _wrong_files(number, [file.name for file in batch.files], kept)
     if first != len(about.prompts):
-        yield f"the batches have {first} prompts, where there are {len(about.prompts)}"
+        yield f"the batches have {first} prompts, expected {len(about.prompts)}"
 
 
 def _wrong_files(number: int, names: Sequence[str], kept: set[str]) -> Iterator[str]:
-    """One file of sketches, and whole tensors of the places that are kept; none from elsewhere."""
+    """Check for one file of sketches, full tensors of the selected places, and none of others."""
     found = [TENSORS.fullmatch(name) for name in names]
     for name, match in zip(names, found, strict=True):
         if match is None or int(match["batch"]) != number:
@@ -192,7 +192,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Record:
-    """What one device computed; sites are in the order they ran. Arrays are read when asked for."""
+    """What one device computed; sites are in execution order. Arrays are read on demand."""
 
     path: str
     model: str  # fingerprint of its numbers, dtype included; "" where it is not known
@@ -244,7 +244,7 @@ class Record:
         return [one.values for one in found if one is not None]
 
     def by_token(self, name: str) -> list[NDArray[np.float64]] | None:
-        """Figures of the blocks' outputs, one array [blocks, tokens] per prompt: "sum", "max" or "channel"."""
+        """Per-token values of the blocks' outputs, one array [blocks, tokens] per prompt: "sum", "max" or "channel"."""
         rows: list[NDArray[np.float64]] = []
         for batch in self.batches:
             found = batch.read(f"token_{name}")
@@ -254,7 +254,7 @@ class Record:
         return rows
 
     def whole(self, site: int, first: int, count: int = 1, tensor: str = "output") -> Numbers | None:
-        """A tensor of full detail, [prompts first to first + count, ...]; None where only a sketch was kept."""
+        """A tensor of full detail, [prompts first to first + count, ...]; None if only a sketch was kept."""
         parts = []
         for batch in self.batches:
             start, stop = max(first, batch.first), min(first + count, batch.first + batch.count)
@@ -269,7 +269,7 @@ class Record:
 
 
 def read_record(path: str | Path) -> Record:
-    """A record from its folder; refused with the reason where it is broken, unfinished or of another version."""
+    """Read a record from its folder; rejected with a reason if it is damaged, unfinished or of another version."""
     folder = Path(path)
     about = read_description(folder)
     sites = tuple(one.site for one in about.sites)
@@ -303,7 +303,7 @@ def _batch(folder: Path, about: RecordedPrompts, sites: int) -> Batch:
         found = (0, 0) if sketch is None else sketch.values.shape[:2]
         if found != (sites, about.count):
             raise InvalidInput(
-                f"{files[0].path} has sketches of {found[0]} sites and {found[1]} prompts, where record.json has "
+                f"{files[0].path} has sketches of {found[0]} sites and {found[1]} prompts, but record.json lists "
                 f"{sites} and {about.count}: damaged or altered. Copy both again, or record again"
             )
         return files
@@ -321,27 +321,27 @@ def site_key(site: Site) -> tuple[str, str, int]:
 
 
 def check_comparable(a: Record, b: Record) -> None:
-    """Refuse two records that can't be subtracted."""
+    """Reject two records that can't be subtracted."""
     if a.prompts and b.prompts and a.prompts != b.prompts:
         mine, its = (prompts_digest(side.prompts)[:12] for side in (a, b))
         raise InvalidInput(
-            f"{b.path} was recorded on other prompts ({len(b.prompts)}, hash {its}) than {a.path} "
+            f"{b.path} was recorded on different prompts ({len(b.prompts)}, hash {its}) than {a.path} "
             f"({len(a.prompts)}, {mine}): record both on the same data, --samples and --max-tokens"
         )
     if a.sketch is not None and b.sketch is not None and a.sketch != b.sketch:
         raise InvalidInput(
             f"{b.path} has sketches of version {b.sketch.version} and seed {b.sketch.seed}, {a.path} of version "
-            f"{a.sketch.version} and seed {a.sketch.seed}: they can't be subtracted. Record both with one version of "
-            "noisescope"
+            f"{a.sketch.version} and seed {a.sketch.seed}: they can't be compared. Record both with the same "
+            f"version of noisescope"
         )
     if not set(map(site_key, a.sites)) & set(map(site_key, b.sites)):
-        raise InvalidInput(f"{a.path} and {b.path} have no site in common: nothing to compare")
+        raise InvalidInput(f"{a.path} and {b.path} have no site in common, so there is nothing to compare")
 
 
 def unlike(a: Record, b: Record) -> str:
-    """Why two records are not of the same arithmetic on the same numbers, so that no round-off is to be expected."""
+    """Why two records do not come from the same arithmetic on the same numbers, so that round-off can't be assumed."""
     if a.dtype and b.dtype and a.dtype != b.dtype:
-        return f"a computed in {a.dtype} and b in {b.dtype}"
+        return f"the records were computed in different dtypes ({a.dtype} and {b.dtype})"
     if a.model and b.model and a.model != b.model:
         return f"the weights or configs differ (fingerprints {a.model[:12]} and {b.model[:12]})"
     return ""

@@ -1,15 +1,15 @@
-"""How far two healthy systems differ: the round-off band of log-probabilities, and what it says of a measured gap.
+"""How far two healthy systems differ: the round-off band of log-probabilities, and how it judges a measured gap.
 
-Two healthy systems run one model in one dtype and differ in the order of their sums. Each rounds its results to the
-nearest number; small differences decide which one that is, and layer after layer turns this into a difference of
-log-probabilities that has to be there. `ns.Rounding` measures its size on the model itself. No torch here: a band that
-one machine measured judges gaps on another.
+Two healthy systems run one model in one dtype and differ in summation order. Each rounds its results to the nearest
+number; small differences decide which one, and layer after layer this grows into an unavoidable difference of
+log-probabilities. `ns.Rounding` measures its size on the model itself. This module does not import torch, so a band
+measured on one machine can judge gaps on another.
 
 A gap is the mean over sequences of the mean |difference| per token, in nats: `gap_between`.
 
 The limit is expected * exp(z s). s has two parts: what the mean varies by from one set of tokens to another, and how
 well the model of the other system's kernels is known (`KERNEL_SPREAD`), both on a logarithmic scale. A gap below the
-band is no fault: the systems share kernels.
+band is not a fault: the systems share kernels.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _FEWEST_IN_BIN = 20
 
 @dataclass(frozen=True)
 class SurpriseBin:
-    """Tokens whose -log p lies in [low, high): a sure token moves little, an unlikely one much."""
+    """Tokens whose -log p lies in [low, high): likely tokens change little, unlikely ones a lot."""
 
     low: float
     high: float | None  # None: no upper end
@@ -80,7 +80,7 @@ class RoundoffBand:
         known = [np.asarray(row, dtype=np.float64)[np.isfinite(row)] for row in logprobs]
         known = [row for row in known if len(row)]
         if not known:
-            raise InvalidInput("a band needs log-probabilities of at least one sequence; all are missing")
+            raise InvalidInput("a round-off band needs log-probabilities of at least one sequence; all are missing")
         edges = np.array([one.low for one in self.by_surprise[1:]])
         levels = np.array([one.expected for one in self.by_surprise])
         means = [float(levels[np.searchsorted(edges, -row, side="right")].mean()) for row in known]
@@ -90,7 +90,7 @@ class RoundoffBand:
         return _banded(replace(self, expected=moved, sequences=len(known), tokens=sum(map(len, known))))
 
     def judge(self, gap: Estimate, *, tokens: int | None = None) -> RoundoffVerdict:
-        """Whether round-off explains a gap that was measured on the tokens of this band."""
+        """Whether round-off explains a gap measured on the tokens of this band."""
         if gap.value is None or (self.tokens if tokens is None else tokens) < FEWEST_TOKENS:
             return "undecided"
         if gap.value == 0:
@@ -104,7 +104,7 @@ def band_of(logprobs: Sequence[Array], differences: Sequence[Array], *, dtype: s
     factor = SUMMATION.get(dtype, 1.0)
     sizes = [np.abs(np.asarray(one, dtype=np.float64)) * factor for one in differences]
     if not sizes or not all(size.size and np.isfinite(size).all() for size in sizes):
-        raise InvalidInput("a band needs finite differences of at least one token in every sequence")
+        raise InvalidInput("a round-off band needs finite differences of at least one token in every sequence")
     means = np.array([size.mean() for size in sizes])
     expected = stats.mean(means, countable=False)
     tokens = np.concatenate([size.mean(0) for size in sizes])
@@ -208,7 +208,7 @@ def forecast(flipped: Sequence[NDArray[np.bool_]], *, watched: int) -> GreedyFor
     """From flags [S, T] per text: whether the likeliest token differs at each step of one and the same text."""
     whole = [np.asarray(one, dtype=bool) for one in flipped if np.asarray(one).size]
     if not whole:
-        raise InvalidInput("no text has a generated token: nothing can be said of greedy texts")
+        raise InvalidInput("no text has a generated token, so greedy texts can't be judged")
     waits = np.array([[_first(row) for row in one] for one in whole])
     happened = np.array([[bool(row.any()) for row in one] for one in whole])
     shares = stats.mean([float(one.mean()) for one in whole], countable=False)

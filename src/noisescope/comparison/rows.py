@@ -41,7 +41,7 @@ class SiteRow(RecordedSite, Measures):
 
     @property
     def decided(self) -> bool:
-        """Whether this row says something: some finite element is left, or one side alone has none."""
+        """Whether this row decides something: some element is finite, or only one side has none."""
         return self.size is not None
 
     @property
@@ -50,12 +50,12 @@ class SiteRow(RecordedSite, Measures):
 
     @property
     def too_large(self) -> bool:
-        """Or too small: by a gain, which random errors don't have, however large they have grown."""
+        """Or too small: by a gain, which random errors don't produce however large they are."""
         return self.smallest_detectable_gain is not None and abs(self.gain or 0.0) > self.smallest_detectable_gain
 
 
 def site_row(site: Site, found: Measures, *, expected: float, expected_gain: float) -> SiteRow:
-    """Measures of a site, judged against the error of its inputs."""
+    """The measures of a site, compared with the error of its inputs."""
     factor = LIMITS["divergence_factor"]
     row = SiteRow(
         **vars(found),

@@ -1,7 +1,7 @@
-"""A safetensors file read by numpy alone: an 8-byte length, a JSON header, the numbers.
+"""Reads a safetensors file with numpy only: an 8-byte length, a JSON header, the numbers.
 
-safetensors' own numpy reader knows no bfloat16. Here 16-bit brain floats come as uint16 and are widened to float32,
-which loses nothing.
+The numpy reader of safetensors does not support bfloat16. Here bfloat16 values are read as uint16 and widened to
+float32 without loss.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from noisescope.plain_text import shown
 
 Array = NDArray[np.generic]
 
-TENSORS = FileKind("whole file of tensors", "It is truncated or damaged: copy it again, or record again", root="header")
+TENSORS = FileKind("tensor file", "It is truncated or damaged: copy it again, or record again", root="header")
 _LONGEST_HEADER = 100 * MIB  # as safetensors itself has it
 _MOST_DIMENSIONS, _MOST_BYTES = 32, 2**60  # of a tensor, with those of no elements counted as one
 
@@ -55,17 +55,17 @@ class _Header:
 
 
 class TensorFile:
-    """One file; its size and checksum are those in record.json, or it is refused."""
+    """One file; rejected unless its size and checksum match record.json."""
 
     def __init__(self, path: Path, size: int, digest: str) -> None:
         self.path = path
         try:
             found = path.stat().st_size
             if found != size:
-                raise TENSORS.refuse(path, f"it has {found} bytes, {size} belong there")
+                raise TENSORS.refuse(path, f"it has {found} bytes, expected {size}")
             with path.open("rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != digest:
-                    raise TENSORS.refuse(path, "its checksum is another")
+                    raise TENSORS.refuse(path, "its checksum does not match")
                 file.seek(0)
                 length = int.from_bytes(file.read(8), "little")
                 if length > min(found, _LONGEST_HEADER):
@@ -79,14 +79,14 @@ class TensorFile:
             self._check(name, entry)
 
     def _check(self, name: str, entry: Entry) -> None:
-        """A tensor lies whole within its file, in a dtype that is known."""
+        """A tensor must lie within its file and have a known dtype."""
         if entry.dtype not in _STORED:
             raise TENSORS.refuse(self.path, f"{shown(name)} has the dtype {shown(entry.dtype)}")
         (first, last), item = entry.data_offsets, np.dtype(_STORED[entry.dtype]).itemsize
         size, largest = math.prod(entry.shape) * item, math.prod(max(1, n) for n in entry.shape) * item
         fits = min((first, *entry.shape)) >= 0 and last - first == size and self._start + last <= self._end
         if not fits or largest > _MOST_BYTES or len(entry.shape) > _MOST_DIMENSIONS:
-            raise TENSORS.refuse(self.path, f"{shown(name)} does not lie within it")
+            raise TENSORS.refuse(self.path, f"{shown(name)} lies outside the file")
 
     def read(self, name: str) -> Numbers | None:
         name = self._header.same.get(name, name)

@@ -1,4 +1,4 @@
-"""Every site of two records side by side, and whether it diverges: by more than the error of its inputs explains."""
+"""Compares every site of two records, and finds those that diverge: by more than the error of their inputs explains."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class MeasuredSites:
 
 
 def measure_sites(a: Record, b: Record, notes: list[str]) -> MeasuredSites:
-    """Measures from whole tensors where both sides have them, else from sketches; `notes` gets what was left out."""
+    """Measures from full tensors if both sides have them, else from sketches; skipped sites are added to `notes`."""
     theirs = {site_key(site): number for number, site in enumerate(b.sites)}
     left, right = sketches_of(a), sketches_of(b)
     numbers = a.numbers()
@@ -62,14 +62,16 @@ def measure_sites(a: Record, b: Record, notes: list[str]) -> MeasuredSites:
     if _alone(a, b) or _alone(b, a):
         notes.append(f"{len(found)} sites are compared; {a.path} has {len(a.sites)}, {b.path} has {len(b.sites)}")
     if not found:
-        raise InvalidInput("the records share sites, but no tensor of the same shape: were other inputs given?")
+        raise InvalidInput("the records share sites, but no tensors of the same shape: were the inputs different?")
     if uncompared:
         named = ", ".join(map(str, uncompared[:_MOST_NAMED])) + (" ..." if len(uncompared) > _MOST_NAMED else "")
-        notes.append(f"{len(uncompared)} sites are not compared, as one side lacks them or has another shape: {named}")
+        notes.append(
+            f"{len(uncompared)} sites were not compared, because one side lacks them or has a different shape: {named}"
+        )
     if left is not None and right is not None and numbers < LEAST_FOR_GAIN:
         notes.append(
-            f"no gain can be detected from sketches of {numbers} numbers, {LEAST_FOR_GAIN} are needed: record with "
-            "--samples 4 or more"
+            f"sketches of {numbers} numbers can't detect a gain ({LEAST_FOR_GAIN} are needed): record with "
+            f"--samples 4 or more"
         )
     return MeasuredSites(tuple(found), by_site, tuple(uncompared), len(a.sites) + len(_alone(b, a)))
 
@@ -81,7 +83,7 @@ def _alone(a: Record, b: Record) -> list[Site]:
 
 
 def _lacking(a: Record, b: Record) -> list[Site]:
-    """Sites of a that b ought to have.
+    """Sites of a that b should have. Fused attention calls are none if b decomposes attention throughout.
 
     Calls of fused attention are none where b takes attention apart throughout. A dump of another tool has modules
     that no record has (whole MLPs, tables of angles); what noisescope records of a model, it records every time.

@@ -1,4 +1,4 @@
-"""Two systems compared: facts of each engine, what their divergence is made of, and the verdict, as values.
+"""The comparison of two systems as values: facts about each engine, the causes of divergence, and the verdict.
 
 The divergence is KL(b || a) of the next-token distribution in nats per token: the mean log-ratio that samples of b
 show, as in a rollout that a trainer scores. Causes are mended one after another (ORDER); what mending one removes is
@@ -44,7 +44,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """What is known of an engine before it runs; None where it has no such thing or does not say."""
+    """What is known about an engine before it runs; None if it does not apply or is unknown."""
 
     engine: str
     version: str
@@ -61,7 +61,7 @@ class EngineFacts:
 
 @dataclass(frozen=True)
 class Cause:
-    """Something that makes b's distribution another one; `nats` and `token_gap` are what mending it removes.
+    """Something that changes b's distribution; `nats` and `token_gap` are what correcting it removes.
 
     `token_gap` is of the mean |difference| of the tokens' log-probabilities. `nats.value` is None where a
     distribution has no finite divergence before or after, or was not given whole.
@@ -78,7 +78,7 @@ class Cause:
 
 @dataclass(frozen=True)
 class RoundOffSource:
-    """Operators of one role whose outputs differ by no more than round-off, and what mending them alone removes."""
+    """Operators of one role whose outputs differ only by round-off, and what correcting them alone removes."""
 
     role: str
     sites: int
@@ -89,7 +89,7 @@ class RoundOffSource:
 
 @dataclass(frozen=True)
 class SystemComparison:
-    """What the divergence of b from a is made of. Fields are the keys of its JSON form.
+    """The causes of b's divergence from a. The fields are the keys of its JSON form.
 
     `total` = the causes' nats + `round_off` + `remainder`, up to what is not finite. `round_off` is what operators
     make whose every output is within round-off of the reference's; `band` is the |difference| of log-probabilities
@@ -126,5 +126,5 @@ class SystemComparison:
         return json.dumps(to_json(self), indent=1, allow_nan=False) + "\n"
 
     def save(self, path: str | Path) -> Path:
-        """Write it as JSON; its folder is made where there is none."""
+        """Write as JSON; creates the folder if needed."""
         return write_file(Path(path), self.to_json())

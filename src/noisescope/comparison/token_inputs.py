@@ -1,4 +1,4 @@
-"""Token ids that two systems make of the same text: in words how they differ, and which positions correspond."""
+"""Compares the token ids that two systems produce for the same text: how they differ, and which positions match."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class InputDifference:
 
 
 def corresponding(a: Ids, b: Ids) -> list[tuple[int, int]]:
-    """Positions of tokens that both sides predict: the same token, aligned, and not the first of either."""
+    """Positions of tokens that both sides predict: the same token, aligned, and not the first on either side."""
     if list(a) == list(b):
         return [(at, at) for at in range(1, len(a))]
     blocks = SequenceMatcher(None, a, b, autojunk=False).get_matching_blocks()
@@ -28,12 +28,12 @@ def corresponding(a: Ids, b: Ids) -> list[tuple[int, int]]:
 
 
 def input_difference(a: Sequence[Ids], b: Sequence[Ids], *, chat: bool) -> InputDifference | None:
-    """How the ids of all prompts differ, by the kind that most prompts show; None where none does."""
+    """How the ids of all prompts differ, by the most common kind; None if none does."""
     kinds = [_kind(list(mine), list(its), chat) for mine, its in zip(a, b, strict=True) if list(mine) != list(its)]
     if not kinds:
         return None
     (name, detail), _ = Counter(kinds).most_common(1)[0]
-    return InputDifference(name, f"{len(kinds)} of {len(a)} prompts have other token ids in b: {detail}")
+    return InputDifference(name, f"{len(kinds)} of {len(a)} prompts have different token ids in b: {detail}")
 
 
 def _kind(a: list[int], b: list[int], chat: bool) -> tuple[str, str]:
@@ -49,12 +49,12 @@ def _kind(a: list[int], b: list[int], chat: bool) -> tuple[str, str]:
         return "truncation", f"{lacking} lacks tokens at the end"
     matcher = SequenceMatcher(None, a, b, autojunk=False)
     if matcher.ratio() < _LIKE:
-        return "tokenizer", "fewer than half of the tokens are the same"
+        return "tokenizer", "fewer than half of the tokens match"
     first = next(code for code in matcher.get_opcodes() if code[0] != "equal")
     where = f"they first differ at token {first[1]}"
     if chat:
-        return "template", f"{where}: another chat template"
-    return "tokenizer", f"{where}: another tokenizer, template or normalisation"
+        return "template", f"{where}: different chat template"
+    return "tokenizer", f"{where}: different tokenizer, template or normalisation"
 
 
 def _ids(ids: list[int]) -> str:

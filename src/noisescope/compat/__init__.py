@@ -1,1 +1,1 @@
-"""The names of the original method notes (docs/method.md), thin over noisescope."""
+"""The names of the original method notes (docs/method.md), as a thin layer over noisescope."""

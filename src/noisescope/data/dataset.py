@@ -31,7 +31,7 @@ FORMS = "text; prompt + answer; question + answer; prompt (or question) + choice
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 FIELDS = ("text", "prompt", "question", "answer", "choices", "label", "messages")
 DATA = FileKind("data file", "Split it, or save the data again as JSONL", max_bytes=1024 * MIB)
-PARQUET = FileKind("Parquet that can be read", "Save it again, or take JSONL")
+PARQUET = FileKind("Parquet file", "Save it again, or use JSONL")
 _LONGEST_LINE = 64 * MIB
 _ROWS = 1000  # of a Parquet file at a time: a few bytes of it can stand for many rows
 Row = tuple[str, Mapping[str, Any]]  # ("test.jsonl, line 3", {"text": ...})
@@ -249,7 +249,7 @@ def _decoded(raw: bytes, path: Path, line: int = 1) -> str:
 def _parsed(text: str, where: str, hint: str = "") -> Any:
     """NaN passes: in a field that is not used it does no harm, and in one that is, it is no text."""
     cure = hint.strip() or "Correct it, or leave it out"
-    return parse_json(text, where, FileKind("valid JSON", cure, max_depth=32, infinite=True))
+    return parse_json(text, where, FileKind("JSON", cure, max_depth=32, infinite=True))
 
 
 def _jsonl_rows(path: Path) -> Iterator[Row]:

@@ -168,7 +168,7 @@ def arithmetic(start: str, *, steps: int | None = None, rate: float | None = Non
         base = train.Settings(examples=400_000)
     elif {"layers", "width"} & set(given):
         raise InvalidInput(
-            "layers and width are of a model from scratch: give start scratch with them, or leave them out"
+            "layers and width apply only to a model trained from scratch: add --start scratch, or omit them"
         )
     chosen = replace(base, **given)  # type: ignore[arg-type]
     return Arithmetic(replace(chosen, warm_up=min(chosen.warm_up, max(1, chosen.steps // 5))), start)
@@ -178,7 +178,8 @@ def practice(start: str, **settings: float | None) -> Practice:
     """The task with settings that train in about five minutes on one core."""
     if start != "bundled":
         raise InvalidInput(
-            f"start {start!r} can't be trained by GRPO: rewards teach a model that is right now and then; use bundled"
+            f"start {start!r} can't be trained with GRPO, which needs a model that is already right some of the "
+            f"time: use bundled"
         )
     given = {name: value for name, value in settings.items() if value is not None}
     base = {"steps": 100, "batch": 16, "rate": 2e-5, "examples": 2000}

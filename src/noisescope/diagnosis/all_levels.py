@@ -1,4 +1,4 @@
-"""The whole diagnosis as one propose / conclude pair: the trials wanted now, and the report's sections."""
+"""The whole diagnosis as one propose / conclude pair: the trials needed now, and the report's sections."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from noisescope.trials import Results, Trial
 
 
 def propose(context: StudyContext, results: Results) -> list[Trial]:
-    """Clean first, then the screen, then what they make worth injecting."""
+    """Clean first, then the screen, then the injections that those suggest."""
     trials = context.ask(None)
     if context.measure != "custom":
         trials += predicted_kl.propose(context, results)
@@ -47,7 +47,7 @@ def propose(context: StudyContext, results: Results) -> list[Trial]:
 
 
 def conclude(context: StudyContext, results: Results, notes: Sequence[str] = ()) -> Conclusions:
-    """Everything but the run's own facts: the same results give the same values, to the last bit."""
+    """Everything but the run's own facts: the same results give the same values, bit for bit."""
     screened = _screened(context, results)
     found = _sections(context, results, _usable(screened))
     ranked = ranked_findings(found, functools.partial(_excess, StudyResults(context, results)))
@@ -57,7 +57,7 @@ def conclude(context: StudyContext, results: Results, notes: Sequence[str] = ())
         limits.insert(0, f"the screen failed, so nothing was predicted: {screened.error}")
     if screened is not None and screened.unpredicted:
         count, first = len(screened.unpredicted), screened.unpredicted[0]
-        limits.append(f"{count} sites changed in place have no prediction, such as {first}")
+        limits.append(f"{count} sites modified in place have no prediction, such as {first}")
     return Conclusions(
         **vars(found),
         executive_summary=executive_summary(context, found, ranked, wanted),
@@ -72,18 +72,18 @@ def _screened(context: StudyContext, results: Results) -> Screened | None:
 
 
 def _usable(screened: Screened | None) -> Screened | None:
-    """A screen that failed predicts nothing."""
+    """A failed screen predicts nothing."""
     return None if screened is None or screened.error else screened
 
 
 def _excess(study: StudyResults, whole: Target, part: Target) -> Estimate | None:
-    """What noise in a whole costs beyond noise in a part of it, sample by sample; None where one was not injected."""
+    """The cost of noise in a whole beyond noise in a part of it, sample by sample; None if one was not injected."""
     scores = study.scores(_injection(study.context, whole), _injection(study.context, part))
     return stats.degradation_excess(*scores) if scores is not None and len(scores[0]) > 1 else None
 
 
 def _injection(context: StudyContext, target: Target) -> Injection:
-    """The injection that a row about the target was measured by."""
+    """The injection by which a row about the target was measured."""
     if target.kind == "operator":
         return operators.injection(context, target.operators[0])
     if target.kind == "place":

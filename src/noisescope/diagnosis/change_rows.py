@@ -1,4 +1,4 @@
-"""The rows of two stored runs side by side. Field names are the keys of comparison.json (jsonform.py)."""
+"""The rows of a comparison of two stored runs. Field names are the keys of comparison.json (jsonform.py)."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class ChangeRow:
 
     @property
     def significant(self) -> bool:
-        """Whether the difference stands after the correction for all rows: p = 0 is as certain as can be."""
+        """Whether the difference is significant after correction for all rows; p = 0 is as certain as possible."""
         return self.p_corrected is not None and self.p_corrected < SIGNIFICANT
 
     @property
@@ -86,7 +86,7 @@ class ChangeCounts:
 
 @dataclass(frozen=True)
 class ChangeVerdict:
-    """All rows in a word: "undecided" only where no row could be measured."""
+    """All rows in one word: "undecided" only if no row could be measured."""
 
     word: VerdictWord
     worse: int
@@ -98,7 +98,7 @@ class ChangeVerdict:
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts(Asked):
-    """A run: its folder, what it was asked, how many trials it has."""
+    """A run: its folder, its question, and its number of trials."""
 
     name: str
     trials: int
@@ -107,7 +107,7 @@ class RunFacts(Asked):
 
 @dataclass(frozen=True)
 class AskedDifferently:
-    """A setting by its dotted name, with the value in either run."""
+    """A setting by its dotted name, with the value in each run."""
 
     what: str
     a: Json
@@ -125,7 +125,7 @@ class FailedInjection:
 
 @dataclass(frozen=True)
 class RunChanges:
-    """Everything that two runs say together."""
+    """Everything that the comparison of two runs shows."""
 
     a: RunFacts
     b: RunFacts

@@ -1,4 +1,4 @@
-"""What changed from one stored run to another: every injection that both ran, side by side, B less A.
+"""What changed from one stored run to another: every injection that both ran, B minus A.
 
 Model, dtype and device may differ: that is what is compared. Where both measured the same samples, the difference is
 taken sample by sample, with the seeds both have: noise is keyed by seed, sample and site, so equal questions met equal
@@ -115,8 +115,8 @@ def _check_comparable(
             raise InvalidInput(f"{run.name} has measured nothing yet. Finish it: noisescope runs resume {run.name}")
     if a.measure != b.measure:
         raise InvalidInput(
-            f"{a.name} was measured by {a.measure!r} and {b.name} by {b.measure!r}, which are different scores: "
-            "run both with --generate or both without"
+            f"{a.name} was measured by {a.measure!r} and {b.name} by {b.measure!r}, which are different scores: run "
+            f"both with --generate, or both without it"
         )
     noisy = any(injection is not None for found in (first, second) for _, injection in found)
     if not common or (noisy and all(injection is None for _, injection in common)):
@@ -140,7 +140,7 @@ def _metrics(first: Measured, second: Measured, score: str) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class _Sides:
-    """The values of both runs [samples, seeds]; of the same samples where they are paired."""
+    """The values of both runs [samples, seeds]; of the same samples if they are paired."""
 
     x: Array
     y: Array
@@ -154,7 +154,7 @@ class _Sides:
 
 
 def _compared(first: Measured, second: Measured, metric: str, *, order: int, custom: bool) -> tuple[ChangeRow, _Sides]:
-    """A row that is not judged yet, and the values behind it: paired where the samples are the same."""
+    """A row that is not judged yet, and its values: paired if the samples are the same."""
     seeds = sorted(first.values.keys() & second.values.keys())
     used = [seeds or sorted(side.values) for side in (first, second)]
     sides = _sides(first, second, used, metric, custom=custom)
@@ -208,7 +208,7 @@ def _sides(first: Measured, second: Measured, used: Sequence[Sequence[int]], met
 
 
 def _difference(sides: _Sides) -> tuple[stats.Estimate, float]:
-    """B less A with its interval, and p of "no difference"."""
+    """B minus A with its interval, and p of "no difference"."""
     x, y = sides.x, sides.y
     if not sides.paired:
         return unpaired(x, y, centre=sides.centre), unpaired_p(x, y, centre=sides.centre)
@@ -299,25 +299,25 @@ def _differing(a: Mapping[str, Json], b: Mapping[str, Json], before: str = "") -
 
 
 def _notes(a: StoredRun, b: StoredRun, rows: Sequence[ChangeRow]) -> Iterator[str]:
-    """What a reader must know to trust the rows."""
+    """What a reader must know to interpret the rows."""
     if rows and all(row.identical for row in rows):
-        yield "every value that both runs have is the same, to the last bit"
+        yield "all values present in both runs are identical, bit for bit"
     apart = [row for row in rows if not row.paired]
     if apart:
         how = "no row is" if len(apart) == len(rows) else f"{len(apart)} of {len(rows)} rows are not"
         yield (
-            f"{how} paired: the runs did not measure the same samples, so what differs between samples adds to every "
-            "interval. The same --data, --samples, --max-tokens and tokenizer would pair them"
+            f"{how} paired: the runs did not measure the same samples, so variation between samples widens every "
+            f"interval. Use the same --data, --samples, --max-tokens and tokenizer to pair them"
         )
     if all(row.clean for row in rows):
         yield "neither run injected noise: only the clean models are compared (--effort standard injects)"
     seeds = [row.seeds for row in rows if row.seeds is not None]
     if seeds and not any(count.common for count in seeds):
-        yield "the runs have no seed in common: each met its own noise, which widens the intervals"
+        yield "the runs have no seed in common: each had its own noise, which widens the intervals"
     if a.asked.conditions.engine != b.asked.conditions.engine:
         yield "the runs were made by different versions of the noise engine: the same seed drew different noise"
     if a.metric != b.metric:
         yield f"the runs had different metrics ({a.metric} and {b.metric}): accuracy is compared"
     lost = max((row.left_out for row in rows), default=0)
     if lost:
-        yield f"up to {lost} samples per row are left out: a value of theirs was not finite"
+        yield f"up to {lost} samples per row were excluded because a value was not finite"

@@ -58,7 +58,7 @@ def channel_injection(context: StudyContext, site: Site, channel: int) -> Inject
 
 
 def costliest(screened: Screened | None) -> list[tuple[Site, int, float]]:
-    """(site, channel, predicted KL) of linears inside the blocks, the costliest first."""
+    """(site, channel, predicted KL) of linears inside the blocks, the most expensive first."""
     if screened is None:
         return []
     found: list[tuple[Site, int, float]] = []
@@ -131,7 +131,7 @@ def summary_of(rows: Iterable[ChannelRow]) -> OutlierSummary:
 
 
 def outliers(columns: Mapping[str, Array], fisher: Array | None, threshold: float) -> Outliers:
-    """The four rules, on statistics [C] of one module's channels. Channels that are not finite are counted apart."""
+    """The four rules on statistics [C] of one module's channels. Non-finite channels are counted separately."""
     finite = np.isfinite(columns["max"])
     columns = {name: np.where(finite, column, 0.0) for name, column in columns.items()}
     ratio = over_median(columns["max"])
@@ -164,7 +164,7 @@ def outliers(columns: Mapping[str, Array], fisher: Array | None, threshold: floa
 
 
 def over_median(values: Array) -> Array:
-    """values / their median; where the median is 0 (most channels never fire), over the smallest that is not."""
+    """values / their median; if the median is 0 (most channels never fire), over the smallest non-zero value."""
     middle = float(np.median(values))
     if middle <= 0:
         alive = values[values > 0]

@@ -1,4 +1,4 @@
-"""A study's settings, model facts and samples; the trials that a question takes, and their results as one answer."""
+"""A study's settings, model facts and samples; the trials for a question, and their results as one answer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user chose. Everything here may change a number, and all of it is in the report."""
+    """The user's choices. Everything here may change a number, and all of it is in the report."""
 
     perturbation: Any  # with a field `scale`
     levels: tuple[str, ...] = LEVELS
@@ -47,11 +47,11 @@ class Settings:
             if level not in LEVELS:
                 raise unknown("level", level, LEVELS)
         if not self.levels:
-            raise InvalidInput(f"no level is left: choose from {', '.join(LEVELS)}")
+            raise InvalidInput(f"no levels selected: choose from {', '.join(LEVELS)}")
         if self.window < 1 or self.step < 1:
-            raise InvalidInput(f"window and step are at least 1, got {self.window} and {self.step}")
+            raise InvalidInput(f"window and step must be at least 1, got {self.window} and {self.step}")
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
-            raise InvalidInput(f"at least one seed is needed, and each once; got {list(self.seeds)}")
+            raise InvalidInput(f"give at least one seed, and each only once; got {list(self.seeds)}")
         checked_scale(getattr(self.perturbation, "scale", None), "noise scale")
         if self.scale == 0:
             raise InvalidInput("a noise scale of 0 injects nothing; the clean model is measured anyway")
@@ -66,7 +66,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class StudyContext:
-    """Settings, and what they are applied to, as far as interpreting needs to know."""
+    """Settings, and what they apply to, as far as interpretation needs it."""
 
     settings: Settings
     conditions: Conditions
@@ -85,7 +85,7 @@ class StudyContext:
 
     @property
     def metric_name(self) -> str:
-        """What the metric is called in rows and sentences; the caller's own has no name."""
+        """The name of the metric in rows and sentences; the caller's own metric has no name."""
         return "custom" if self.measure == "custom" else self.metric
 
     @cached_property
@@ -128,7 +128,7 @@ class StudyContext:
         return Injection(noise, phases=frozenset({"forward"}), **where)
 
     def ask(self, injection: Injection | None, *, seeds: Sequence[int] | None = None) -> list[Trial]:
-        """The trials of a question: every slice, every seed. None asks for the clean model."""
+        """The trials of a question: every slice, every seed. None requests the clean model."""
         chosen = tuple(self.settings.seeds if seeds is None else seeds)
         if (injection, chosen) not in self._asked:
             noise = [None] if injection is None else [dataclasses.replace(injection, seed=seed) for seed in chosen]
@@ -147,7 +147,7 @@ class StudyContext:
     def answer(
         self, results: Results, injection: Injection | None, *, seeds: Sequence[int] | None = None
     ) -> Answer | None:
-        """The results of a question together; None where a trial of it is not known yet."""
+        """The combined results of a question; None if one of its trials is not known yet."""
         trials = self.ask(injection, seeds=seeds)
         if any(trial.id not in results for trial in trials):
             return None
@@ -165,7 +165,7 @@ class Answer:
 
     rows: tuple[tuple[Result, ...], ...] = ()  # seeds x slices
     error: str = ""
-    injected_nothing: bool = False  # the error is that no noise fell on anything
+    injected_nothing: bool = False  # the error is that no noise was injected
 
     @property
     def metrics(self) -> list[str]:
@@ -188,7 +188,7 @@ class Answer:
         return np.array(rows, dtype=np.float64)
 
     def mean(self, name: str) -> Array:
-        """Seeds averaged: noise is drawn anew for each sample, so the sample is what is independent."""
+        """Averaged over seeds: noise is drawn independently for each sample, so the sample is the unit."""
         column = self.values(name)
         known = np.isfinite(column)
         total, count = np.where(known, column, 0.0).sum(0), known.sum(0)

@@ -1,4 +1,4 @@
-"""The effect of one injection: what was lost, how certain that is, how far the output moved, what was predicted."""
+"""The effect of one injection: the loss, its certainty, how far the output moved, and what was predicted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROPORTIONS = ("accuracy", "next_token_accuracy", "agreement")
 
 @dataclass(frozen=True)
 class StudyResults:
-    """A study with the results known so far, and what its screen predicts: None without one, or where it failed."""
+    """A study with the results known so far, and its screen's predictions: None without one, or if it failed."""
 
     context: StudyContext
     results: Results
@@ -42,7 +42,7 @@ class StudyResults:
         return both[0][0], *(after for _, after in both)
 
     def effect(self, injection: Injection, *, comparisons: int = 1, bands: LossKind = "degradation") -> Effect:
-        """Everything known of an injection. Intervals and p account for `comparisons`, the rows of its table."""
+        """Everything known about an injection. Intervals and p account for `comparisons`, the rows of its table."""
         noise: Any = injection.perturbation
         scale = float(noise.scale)
         known = Effect(metric=self.context.metric_name)

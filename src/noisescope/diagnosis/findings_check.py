@@ -1,6 +1,6 @@
-"""The findings tested: the same fault in the layers a report warns of, and in others.
+"""Tests the findings: the same fault in the layers a report warns about, and in others.
 
-On samples that the diagnosis has not seen: a diagnosis that only described its own noise would fail here.
+It uses samples that the diagnosis has not seen: a diagnosis that only described its own noise would fail here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from noisescope.trials import Results, Trial
 
 @dataclass(frozen=True)
 class ChosenWindow:
-    """Layers to break: those that the report warns of most, those that diverge least, or others between."""
+    """Layers to break: those the report warns about most, those that diverge least, or others in between."""
 
     role: Literal["warned", "least", "between"]
     start_layer: int
@@ -30,7 +30,7 @@ class ChosenWindow:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedWindow(ChosenWindow, Effect):
-    """What the fault did in one window."""
+    """The effect of the fault in one window."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,9 @@ def chosen_windows(report: Diagnosis) -> list[ChosenWindow]:
     section = report.layer_analysis
     rows = [] if section is None else [row for row in section.windows if row.injected and row.kl is not None]
     if section is None or len(rows) < 2:
-        raise InvalidInput("the report has no two injected windows to choose from: diagnose the layer level first")
+        raise InvalidInput(
+            "the report has fewer than two injected windows to choose from: run diagnose with the layer level first"
+        )
     points = {point.layer_range: point.degradation.value or 0.0 for point in section.avalanche_points if point.decided}
     warned = max(rows, key=lambda row: (points.get(row.layer_range, 0.0), row.nats))
     chosen: list[WindowEffect] = [warned]

@@ -1,4 +1,4 @@
-"""What number formats would cost each linear, as the diagnosis measures it for precision plans."""
+"""What number formats would cost each linear, measured by the diagnosis for precision plans."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from noisescope.diagnosis.context import StudyContext
 from noisescope.diagnosis.section_types import FormatScore, FormatScores, ModuleScores, UniformScore
 from noisescope.trials import Results, Trial
 
-# As in measures/format_costs.py, which needs torch; a test holds them together.
+# As in measures/format_costs.py, which needs torch; a test keeps them in sync.
 UNTOUCHED = "bf16"
 GROUP = 64  # weights that share a scale, in integer formats
 FORMATS = (UNTOUCHED, "int8", "fp8_e4m3", "int4", "nvfp4", "mxfp4", "int3")
@@ -19,7 +19,7 @@ SAMPLES = 16  # a second sample adds more than a second draw on the same one, at
 
 
 def propose(context: StudyContext) -> list[Trial]:
-    """No trial in a screen, without the layer level, and where the metric is the caller's own."""
+    """No trial in a screen, without the layer level, or with the caller's own metric."""
     part, settings = context.curvature_slice, context.settings
     if part is None or settings.effort == "screen" or "layer" not in settings.levels:
         return []

@@ -1,4 +1,4 @@
-"""What a gate compares: how far noise moves the output over every token of a sample, one number per sample.
+"""The numbers a gate compares: how far noise moves the output over every token of a sample, one per sample.
 
 A score depends on the answer alone. That is often a token or two, and what noise does to them differs from sample to
 sample by orders of magnitude: on the bundled model the log of a sample's KL has a standard deviation of 2.2 (predicted,

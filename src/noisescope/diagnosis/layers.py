@@ -54,7 +54,7 @@ def outer_places(context: StudyContext) -> list[OuterPlace]:
 
 
 def cells(context: StudyContext) -> list[Cell]:
-    """The cells of the map that exist; groups are sums of their parts and have no cell."""
+    """The existing cells of the map; groups are sums of their parts and have no cell."""
     computed = {(site.place, site.operator) for site in context.default_sites}
     wanted = [name for name in context.present_operators if name not in GROUPS]
     return [(block, name) for block in range(context.blocks) for name in wanted if (block, name) in computed]
@@ -172,7 +172,7 @@ def _injected(study: StudyResults, injections: Sequence[Injection]) -> int:
 
 
 def interaction(study: StudyResults, window: tuple[int, int]) -> Interaction | None:
-    """KL of the window over the sum of the KL of its layers, injected where all of them were, else predicted."""
+    """KL of the window over the sum of the KL of its layers, injected if all of them were, else predicted."""
     context, (start, end) = study.context, window
     together = study.answer(window_injection(context, window))
     if together is None or together.error or "kl" not in together.metrics or start == end:
@@ -191,7 +191,7 @@ def interaction(study: StudyResults, window: tuple[int, int]) -> Interaction | N
 def _decided(
     study: StudyResults, windows: Sequence[WindowEffect], measured: list[Window], point: PointAvalanche
 ) -> AvalanchePoint:
-    """An avalanche point by point values, with what the intervals say of it.
+    """An avalanche point by point values, with what the intervals say about it.
 
     Both limits must be cleared: 15 % by the interval that holds for all windows together, and 1.5 times each
     neighbour's loss by the interval of loss - 1.5 x neighbour's loss, sample by sample.

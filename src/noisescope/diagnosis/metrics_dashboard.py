@@ -60,7 +60,7 @@ def propose(context: StudyContext, results: Results, screened: Screened | None) 
 
 
 def threshold_sites(context: StudyContext, screened: Screened | None) -> dict[str, dict[str, Any]]:
-    """What a critical threshold is found for: the model; in a full diagnosis also operators and the worst layers."""
+    """Where critical thresholds are measured: the model; in a full diagnosis also operators and the worst layers."""
     sites: dict[str, dict[str, Any]] = {"model": {}}
     if context.settings.effort == "full":
         for operator in context.present_operators:
@@ -215,7 +215,7 @@ def _expected(name: str, values: Sequence[float], sensitivity: Sequence[float], 
 
 
 def _held(found: Correlation, sign: str, bound: float) -> Literal["yes", "no", "undecided"]:
-    """Decided where the whole interval lies on one side of the limit."""
+    """Decided if the whole interval lies on one side of the limit."""
     if found.low is None or found.high is None:
         return "undecided"
     if found.low > bound or found.high < bound:

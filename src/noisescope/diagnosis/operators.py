@@ -11,7 +11,7 @@ from noisescope.trials import Results, Trial
 
 
 def injection(context: StudyContext, operator: str) -> Injection:
-    """Noise on one operator, wherever the model computes it."""
+    """Noise in one operator, wherever the model computes it."""
     return context.injection(operators=frozenset({operator}))
 
 
@@ -22,7 +22,7 @@ def propose(context: StudyContext, results: Results) -> list[Trial]:
 
 
 def conclude(context: StudyContext, results: Results, screened: Screened | None) -> dict[str, Effect]:
-    """A row for every operator asked for; one that the model lacks, or turns out to lack, is a row "absent"."""
+    """A row for every requested operator; one that the model lacks is a row "absent"."""
     study, present = StudyResults(context, results, screened), context.present_operators
     rows = []
     for operator in context.settings.operators:

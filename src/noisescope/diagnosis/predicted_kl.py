@@ -69,7 +69,7 @@ def site_of(facts: Mapping[str, Any]) -> Site:
 
 
 def conclude(context: StudyContext, results: Results) -> Screened | None:
-    """The screen of all slices put together; None where there is none."""
+    """The screen of all slices combined; None if there is none."""
     trials = screen_trials(context)
     if missing(trials, results):
         return None

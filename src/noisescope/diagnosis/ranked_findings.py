@@ -1,9 +1,9 @@
-"""One ranked list of findings, which the summary, the recommendations and every plan follow.
+"""One ranked list of findings, which the summary, the recommendations and every plan use.
 
     1. Losses of the task metric whose interval clears the limit of a band: by band, then by size.
     2. Significant losses whose interval reaches from the lowest band into a higher one: borderline.
-    3. Places that noise moves the output from further than from most: by nats per token, no band.
-    4. Channels far larger than the rest: they matter for 8-bit activations, and are no findings about a layer.
+    3. Places where noise moves the output more than in most others: by nats per token, no band.
+    4. Channels far larger than the rest: they matter for 8-bit activations, and are not findings about a layer.
 
 Noise in a window is also noise in its layers, and noise in an operator is also noise in its cells. Where a part
 accounts for what the whole costs, the part is the finding, and a note says what the whole adds; else the window or the
@@ -38,7 +38,7 @@ Excess = Callable[[Target, Target], Estimate | None]
 
 @dataclass(frozen=True)
 class Candidate:
-    """A place or an operator with what noise there did."""
+    """A place or an operator with the effect of noise there."""
 
     target: Target
     effect: Effect
@@ -86,7 +86,7 @@ def place_target(place: OuterPlace) -> Target:
 
 
 def whole_model(found: Sections) -> Finding | None:
-    """What noise costs that falls on all layers at once: a fact about the model, beside findings about its parts.
+    """The cost of noise in all layers at once: a fact about the model, in addition to findings about its parts.
 
     None where no layers were measured: the operator is a finding like others then.
     """
@@ -111,7 +111,7 @@ def ranked_findings(found: Sections, excess: Excess = lambda whole, part: None) 
     """All findings about parts of the model, the most important first.
 
     `excess` gives what noise in a whole costs beyond noise in a part of it, sample by sample, with its interval; None
-    where samples are not at hand.
+    where samples are not available.
     """
     whole = whole_model(found)
     same = () if whole is None else whole.target.operators
@@ -159,7 +159,7 @@ def _order(finding: Finding) -> tuple[int, int, float, float]:
 
 
 def typical_nats(layers: LayerAnalysis | None) -> float:
-    """What noise in the median layer does."""
+    """The effect of noise in the median layer."""
     known = [row.nats for row in layers.layers] if layers is not None else []
     return statistics.median(known) if known else 0.0
 
@@ -191,7 +191,7 @@ def _without_nested(
         if enough:
             best = max(enough, key=lambda part: (-_extent(part.target), part.loss, part.effect.nats))
             dropped.add(whole.target)
-            adds = f"{whole.target.name}: {percent(whole.loss)} lost, no more than here as far as this run could detect"
+            adds = f"{whole.target.name}: {percent(whole.loss)} lost, not detectably more than here"
             notes[best.target] += [*notes[whole.target], adds]
             gravest[best.target] = min(gravest[best.target], gravest[whole.target], key=SEVERITIES.index)
         elif whole.target.layers:
@@ -206,14 +206,14 @@ def _without_nested(
 
 
 def _extent(target: Target) -> int:
-    """How much of the model a target takes in: an operator everywhere, windows, layers, cells."""
+    """How much of the model a target covers: an operator everywhere, windows, layers, cells."""
     return {"operator": 10**6, "window": 1000 + len(target.layers), "layer": 100}.get(target.kind, 1)
 
 
 def _loss_accounted_for(whole: Candidate, part: Candidate, excess: Excess) -> bool:
     """Whether the whole does not lose significantly more than the part, sample by sample.
 
-    Where samples are not at hand, whether it loses more by less than the run could have detected.
+    If samples are not available, whether it loses more by less than the run could have detected.
     """
     beyond = excess(whole.target, part.target)
     if beyond is not None:
@@ -278,28 +278,31 @@ def _failed(row: Candidate) -> Finding:
 
 
 def _layer_notes(row: Candidate, layers: LayerAnalysis | None) -> Iterable[str]:
-    """What else the run knows of the same layers."""
+    """What else the run shows about the same layers."""
     for point in layers.avalanche_points if layers is not None else ():
         if row.target.layers and set(row.target.layers) <= set(range(point.start, point.end + 1)):
             where = f"layers {point.start} to {point.end}"
             if not point.decided:
-                yield f"{where} may be an avalanche point: the intervals do not decide"
+                yield f"{where} may be an avalanche point: the intervals overlap the limit"
             elif point.ratio is not None:
                 times = f"{point.ratio.value:.1f} {span(point.ratio, '.1f')}"
                 yield f"{where} are an avalanche point: {times} times their neighbours"
             else:
-                yield f"{where} are an avalanche point: their neighbours lose far less"
+                yield f"{where} are an avalanche point: their neighbours lose much less"
     for window in layers.windows if layers is not None and row.target.kind == "window" else ():
         index = window.interaction_index
         if window.layers == row.target.layers and index is not None and index.compounds:
-            yield f"errors compound: noise in all diverges {index.index.value:.2f} times as far as in each alone"
+            yield (
+                f"errors compound: noise in all of them together diverges {index.index.value:.2f} times as far as "
+                f"the sum of each alone"
+            )
     yield from _nonlinearity_note(row.effect)
 
 
 def _nonlinearity_note(effect: Effect) -> Iterable[str]:
     if effect.nonlinear and effect.injected_over_predicted is not None:
         times = effect.injected_over_predicted.value
-        yield f"injected noise diverges {times:.2f} times as far as predicted: not linear here"
+        yield f"injected noise diverges {times:.2f} times as far as predicted: the response is not linear here"
 
 
 def _channel_findings(found: ChannelAnalysis | None) -> list[Finding]:
@@ -312,7 +315,9 @@ def _channel_findings(found: ChannelAnalysis | None) -> list[Finding]:
         layers = (row.layer,) if isinstance(row.layer, int) else ()
         target = Target("channels", (row.operator,), layers, module=name)
         if row.nonfinite_channels:
-            statement = f"{row.nonfinite_channels} of {row.total_channels} channels hold NaN or infinity, without noise"
+            statement = (
+                f"{row.nonfinite_channels} of {row.total_channels} channels contain NaN or infinity even without noise"
+            )
             size = Estimate(float(row.nonfinite_channels), None, None, found.n)
             rows.append(Finding("CRITICAL", name, statement, target, size, "count", None, "captured"))
         if row.num_outliers:

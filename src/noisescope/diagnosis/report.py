@@ -1,4 +1,4 @@
-"""The report of a diagnosis, and that of a robustness curve: what was asked, what was found, what could not be seen.
+"""The report of a diagnosis or a robustness curve: the question, the findings, and what could not be measured.
 
 What may differ between two identical runs (times, versions, host) is under `run` alone.
 """
@@ -37,7 +37,7 @@ class DataFacts:
 
 @dataclass(frozen=True)
 class SettingsFacts:
-    """What the user chose, as far as it may change a number."""
+    """The user's choices that may change a number."""
 
     perturbation: str
     noise_scale: float
@@ -57,7 +57,7 @@ class SettingsFacts:
 
 @dataclass(frozen=True)
 class Asked:
-    """What a run was asked, of what, and under which conditions."""
+    """The question of a run, its model and data, and the conditions."""
 
     model: ModelFacts
     data: DataFacts
@@ -78,7 +78,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Run(Asked):
-    """A run that has ended."""
+    """A finished run."""
 
     cost: Cost
     notes: tuple[str, ...]
@@ -90,7 +90,7 @@ class Run(Asked):
 
 @dataclass(frozen=True, kw_only=True)
 class RunReport:
-    """What every report of a run starts with."""
+    """The common start of every run report."""
 
     schema_version: int = SCHEMA_VERSION
     run: Run

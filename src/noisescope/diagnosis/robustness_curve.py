@@ -31,7 +31,7 @@ _RESAMPLES = 1000
 
 @dataclass(frozen=True)
 class Bisection:
-    """How far the bisection has come: what was tried, between which scales the threshold lies, what to try next."""
+    """The state of the bisection: what was tried, the bounds of the threshold, and what to try next."""
 
     tried: tuple[tuple[float, Array], ...]  # (scale, accuracy per sample)
     low: float
@@ -41,7 +41,7 @@ class Bisection:
 
 
 def bisect(context: StudyContext, results: Results, **sites: Any) -> Bisection:
-    """Walk along what is known. The highest scale comes first: a threshold beyond it needs no bisection."""
+    """Follow what is known. The highest scale comes first: a threshold beyond it needs no bisection."""
     highest = context.settings.highest_scale
     clean = _clean_accuracy(context, results)
     if clean is None or not stats.measurable(clean[np.isfinite(clean)], context.chance):
@@ -139,7 +139,7 @@ def checked_levels(levels: Sequence[float]) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class RobustnessFound:
-    """What the question found, before the run's own facts are added."""
+    """The findings, before the run's own facts are added."""
 
     robustness: RobustnessCurve
     could_not_see: tuple[str, ...]

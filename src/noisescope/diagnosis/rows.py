@@ -1,4 +1,4 @@
-"""The rows of a diagnosis: what noise in one place did, and the tables these rows stand in.
+"""The rows of a diagnosis, each the effect of noise in one place, and the tables they belong to.
 
 Field names are the keys of report.json (jsonform.py). The questions that people ask of a row are its properties, so
 that "is this significant?" has one answer.
@@ -85,7 +85,7 @@ class Effect:
 
     @property
     def significant(self) -> bool:
-        """Whether noise here changed the score, by p (0 is as certain as can be) and by the interval of the loss."""
+        """Whether noise here changed the score, by p (0 is as certain as possible) and by the interval of the loss."""
         if not self.injected or self.p_corrected is None or self.degradation is None:
             return False
         return self.p_corrected < SIGNIFICANT and (self.degradation.above(0.0) or self.degradation.below(0.0))
@@ -97,12 +97,12 @@ class Effect:
 
     @property
     def loss(self) -> float | None:
-        """The share of the score that noise costs; None where it was not measured or is not significant."""
+        """The share of the score that noise costs; None if it was not measured or is not significant."""
         return self.degradation.value if self.significant and self.degradation is not None else None
 
     @property
     def divergence(self) -> Divergence | None:
-        """Injected where that is known, else predicted."""
+        """The injected one if known, else the predicted one."""
         return self.kl if self.kl is not None and self.kl.typical.value is not None else self.predicted_kl
 
     @property
@@ -127,7 +127,7 @@ class Interaction:
 
     @property
     def compounds(self) -> bool:
-        """A prediction is too rough to decide it."""
+        """Whether errors compound; a prediction is too rough to decide this."""
         return self.of == "injected" and self.index.above(1.0)
 
 

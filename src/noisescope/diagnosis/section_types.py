@@ -40,7 +40,7 @@ class OutlierRules:
 
 @dataclass(frozen=True, kw_only=True)
 class Outliers:
-    """What the four rules say of channels. Indices and ratios are of the largest outliers by the first rule."""
+    """Outlier channels by the four rules. Indices and ratios are of the largest outliers by the first rule."""
 
     outlier_indices: tuple[int, ...]
     outlier_ratios: tuple[float, ...]
@@ -83,7 +83,7 @@ class OutlierSummary:
 
 @dataclass(frozen=True)
 class CostlyChannel:
-    """A channel of a linear by what noise in it costs, predicted and, for the costliest, injected."""
+    """A channel of a linear with the cost of noise in it, predicted and, for the most expensive, injected."""
 
     module: str
     layer: int
@@ -200,7 +200,7 @@ class HessianTraces:
 
 @dataclass(frozen=True)
 class Baseline:
-    """The clean model, metric by metric; `measurable` says whether its score is clear of chance."""
+    """The clean model, metric by metric; `measurable` says whether its score is significantly above chance."""
 
     metrics: Mapping[str, Estimate]
     nonfinite: int
@@ -299,7 +299,7 @@ class GateNumbers:
 
 @dataclass(frozen=True)
 class PlainWords:
-    """The report for people who decide: what it means, what to do, how to know that it worked."""
+    """The report for decision makers: what it means, what to do, how to check that it worked."""
 
     risk: str
     work: str
@@ -331,7 +331,7 @@ class ExecutiveSummary:
 
 @dataclass(frozen=True)
 class Sections:
-    """Everything that the results of a diagnosis say, before anything is concluded from it."""
+    """All results of a diagnosis, before conclusions are drawn from them."""
 
     operator_analysis: Mapping[str, Effect] | None
     layer_analysis: LayerAnalysis | None
@@ -343,7 +343,7 @@ class Sections:
 
     @property
     def first_error(self) -> str:
-        """What went wrong with the first row that failed; "" where none did."""
+        """The error of the first row that failed; "" if none did."""
         windows = self.layer_analysis.windows if self.layer_analysis is not None else ()
         rows = [*(self.operator_analysis or {}).values(), *windows]
         return next((row.error for row in rows if row.error), "")
@@ -356,7 +356,7 @@ class _Summarised:
 
 @dataclass(frozen=True)
 class Conclusions(Sections, _Summarised):
-    """The same with what follows from it: findings in one ranked list, and everything made from that list."""
+    """The sections with their conclusions: findings in one ranked list, and everything derived from that list."""
 
     findings: tuple[Finding, ...]
     recommendations: tuple[Recommendation, ...]

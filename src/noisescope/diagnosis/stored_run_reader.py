@@ -1,6 +1,6 @@
-"""A stored run as values, read without torch: what it asked, and its trials, each with its injection.
+"""Reads a stored run as values, without torch: its question, and its trials, each with its injection.
 
-An injection also has words ("softmax, layer 3", "at 0.05") and its place in a list of injections.
+An injection also has a description ("softmax, layer 3", "at 0.05") and a position in a list of injections.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class StoredTrial:
 
 @dataclass(frozen=True)
 class StoredRun:
-    """A run's folder: what was asked last, and every trial."""
+    """A run's folder: the last question, and every trial."""
 
     name: str
     asked: Asked
@@ -94,7 +94,7 @@ class StoredRun:
 
     @property
     def answers(self) -> list[StoredTrial]:
-        """Trials of the last question: a folder may hold those of other models, devices and data sets, too."""
+        """Trials of the last question: a folder may also hold those of other models, devices and data sets."""
         wanted = (self.measure, self.asked.conditions, self.asked.data.fingerprint)
         return [trial for trial in self.trials if (trial.measure, trial.conditions, trial.data) == wanted]
 
@@ -103,7 +103,7 @@ class StoredRun:
 
 
 def target_of(injection: StoredInjection) -> str:
-    """Where an injection falls: "gemm, layers 0-2", "lm_head", "linear, q_proj, channel 7"."""
+    """Where an injection applies: "gemm, layers 0-2", "lm_head", "linear, q_proj, channel 7"."""
     operators, modules, channels, layers = injection.operators, injection.modules, injection.channels, injection.layers
     parts = [" + ".join(operators)] if operators is not None else []
     if modules is not None:
@@ -119,7 +119,7 @@ def target_of(injection: StoredInjection) -> str:
 
 
 def _unusual(injection: StoredInjection) -> Iterable[str]:
-    """What no diagnosis uses by itself."""
+    """Settings that no diagnosis uses by itself."""
     if injection.tensor != "output":
         yield f"tensor {injection.tensor}"
     if injection.phases != ("forward",):
@@ -133,7 +133,7 @@ def _unusual(injection: StoredInjection) -> Iterable[str]:
 
 
 def noise_of(injection: StoredInjection) -> str:
-    """What is injected: "at 0.05" for the usual noise, else its name with it."""
+    """What is injected: "at 0.05" for the default noise, else with its name."""
     noise = injection.perturbation
     if noise.is_function:
         return f"by {noise.name}"

@@ -1,4 +1,4 @@
-"""From sections and ranked findings to the first screen of the report.
+"""Builds the first screen of the report from sections and ranked findings.
 
 Recommendations in the order of the findings, the risk level with its reasons, the next step, plain words for people who
 decide, and what the run could not detect.
@@ -46,7 +46,7 @@ def recommendations(found: Sections, ranked: list[Finding]) -> list[Recommendati
 
 
 def _priority(found: Sections, finding: Finding, typical: float) -> Urgency | None:
-    """None where a finding asks for nothing."""
+    """None if a finding requires nothing."""
     if finding.unit == "count":
         return "CRITICAL"
     if finding.unit == "share" and finding.severity in RATED:
@@ -75,12 +75,12 @@ def _advice(found: Sections, finding: Finding) -> str:
 
 
 _MEANING = {
-    "LOW": "At the noise tried here nothing in the model breaks: the usual checks on the new device are enough.",
+    "LOW": "At the noise level tested, nothing in the model breaks: the usual checks on the new device are enough.",
     "MODERATE": "Some parts of the model are sensitive to numerical error: protect them before moving the model.",
     "HIGH": "The model breaks under small numerical error: do not move it as it is.",
-    NOT_MEASURABLE: "This run can't say whether the model may be moved: it measured too little to be sure.",
+    NOT_MEASURABLE: "This run can't tell whether the model is safe to move: it measured too little to be sure.",
 }
-WIDEST = 0.2  # an interval of the clean score that is wider than this is no criterion to pass
+WIDEST = 0.2  # an interval of the clean score wider than this is not a usable criterion
 WANTED = 0.05  # half the width of one that is
 TOP = 3
 LEAST_POWER = 0.15  # a run that could have missed a larger loss than this can't call a model low-risk
@@ -89,7 +89,7 @@ LEAST_POWER = 0.15  # a run that could have missed a larger loss than this can't
 def plain_words(
     context: StudyContext, found: Sections, level: str, wanted: Sequence[Recommendation], next_step: str
 ) -> PlainWords:
-    """Up to three short paragraphs; every number in them is elsewhere in the report with its interval."""
+    """Up to three short paragraphs; every number in them is also in the report with its interval."""
     risk = f"{_MEANING[level]} {_loss(context, found)}".strip()
     if level == NOT_MEASURABLE:
         return PlainWords(risk, next_step, _success(context, found))
@@ -102,7 +102,7 @@ def plain_words(
 
 
 def _success(context: StudyContext, found: Sections) -> str:
-    """A criterion that a device can pass or fail, or how many samples it would take to have one."""
+    """A criterion that a device can pass or fail, or how many samples one would need."""
     baseline = found.metrics.baseline
     clean_always_agrees = context.metric == "agreement"
     if baseline is None or not baseline.measurable or clean_always_agrees:
@@ -124,7 +124,7 @@ def _success(context: StudyContext, found: Sections) -> str:
 
 
 def _loss(context: StudyContext, found: Sections) -> str:
-    """What noise everywhere costs, in a sentence."""
+    """The cost of noise everywhere, as a sentence."""
     loss = found.metrics.primary.relative_degradation
     if loss is None or loss.value is None or loss.low is None or loss.high is None:
         return ""
@@ -193,21 +193,25 @@ def overall_risk(score_level: RiskLevel, ranked: Sequence[Finding], smallest: fl
         return level, meanings[level]
     borderline = next((finding for finding in ranked if finding.severity == BORDERLINE), None)
     if borderline is not None:
-        return NOT_MEASURABLE, f"the loss in {borderline.component} may be low or high; more samples decide"
+        return NOT_MEASURABLE, f"the loss in {borderline.component} may be low or high; more samples would decide"
     if smallest is None or smallest > LEAST_POWER:
         what = "any loss" if smallest is None else f"a loss below {percent(smallest, 0)}"
         return NOT_MEASURABLE, f"too few samples to detect {what}"
-    return level, meanings.get(level, "only a part of the model was measured")
+    return level, meanings.get(level, "only part of the model was measured")
 
 
 def _why_not(context: StudyContext, found: Sections) -> str:
-    """Why no loss could be measured at all; "" where some could."""
+    """Why no loss could be measured; "" if some could."""
     baseline = found.metrics.baseline
     if context.settings.effort == "screen":
-        return "a screen predicts divergence and injects nothing, so no loss was measured"
+        return "a screen predicts divergence without injecting noise, so no loss was measured"
     if baseline is None:
         return "the clean model could not be measured"
-    return "" if baseline.measurable else f"the clean {metric_name(context.metric_name)} is not clear of chance"
+    return (
+        ""
+        if baseline.measurable
+        else (f"the clean {metric_name(context.metric_name)} is not significantly above chance")
+    )
 
 
 def _critical(row: Effect, scale: float) -> bool:
@@ -267,7 +271,7 @@ def next_step(context: StudyContext, found: Sections, ranked: Sequence[Finding])
     smallest = smallest_detectable(found)
     if smallest is None or smallest > LEAST_POWER:
         return "No loss is significant with so few samples: raise --samples."
-    first = f" Validate {ranked[0].component} first: noise there moves the output furthest." if ranked else ""
+    first = f" Validate {ranked[0].component} first: noise there moves the output most." if ranked else ""
     return f"No rated loss at this noise scale; {percent(smallest)} in one operator would have been detected.{first}"
 
 
@@ -276,8 +280,9 @@ def _not_measurable(context: StudyContext, baseline: Baseline) -> str:
     low, high = ("..." if end is None else percent(end) for end in (clean.low, clean.high))
     value = "not finite" if clean.value is None else percent(clean.value)
     return (
-        f"The clean {metric_name(context.metric_name)} is {value} [{low}, {high}] (n = {clean.n}) and is not clear of "
-        f"chance ({percent(context.chance)}), so no loss can be measured: raise --samples, or give data on which the "
+        f"The clean {metric_name(context.metric_name)} is {value} [{low}, {high}] (n = {clean.n}) and is not "
+        f"significantly above chance ({percent(context.chance)}), so no loss can be measured: raise --samples, or "
+        f"give data on which the "
         "model answers correctly (--data)."
     )
 
@@ -293,7 +298,7 @@ def could_not_see(context: StudyContext, found: Sections, notes: Sequence[str]) 
     if reason:
         limits.append(reason)
     elif smallest is None and found.operator_analysis:
-        limits.append(f"too few samples: in some operator no loss of {metric} could have been detected")
+        limits.append(f"too few samples: for some operators, no loss of {metric} could have been detected")
     elif smallest is not None:
         limits.append(
             f"a loss of {metric} below {percent(smallest)} in one operator could have been missed (80 % power, "
@@ -307,8 +312,11 @@ def could_not_see(context: StudyContext, found: Sections, notes: Sequence[str]) 
         limits.append(f"too few samples: in no window could a loss of {metric} have been detected")
     if context.settings.effort != "full" and found.layer_analysis is not None:
         limits.append(
-            "layers and cells of the layer x operator map that are marked predicted were not injected: predictions "
-            "add up over sites and can't show errors that compound (--effort full injects all)"
+            "rows and cells marked predicted had no noise injected: predictions add up over sites and can't show "
+            "errors that compound (--effort full injects noise everywhere)"
         )
-    limits.append("noise falls on operator outputs in the forward pass; a fault of another form may act differently")
+    limits.append(
+        "noise was injected only into operator outputs in the forward pass; other kinds of faults may "
+        "have other effects"
+    )
     return limits

@@ -1,4 +1,4 @@
-"""Token values against the rows they should come from: shifted by a position, missing, or filled with zeros."""
+"""Checks token values against the rows they should come from: shifted by a position, missing, or zero-filled."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _gap(values: Tensor, expected: Tensor, missing: Tensor, shift: int) -> float
 
 
 def mend_tokens(values: Tensor, found: TokenValues) -> Tensor:
-    """The values in their places; NaN where there is none."""
+    """The values moved to their correct positions; NaN where there is none."""
     mended = torch.where((values == 0) & found.zeros, torch.nan, values.double()).roll(-found.shift)
     if found.shift > 0:
         mended[-found.shift :] = torch.nan

@@ -1,4 +1,4 @@
-"""Two systems compared: causes found and mended one after another, each with what mending it removes."""
+"""Compares two systems: finds causes and corrects them one after another, each with what correcting it removes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SOURCE_PROMPTS = 4
 
 @dataclass
 class _Run:
-    """What is known so far: causes, the gap that is left, and modules of b that are mended."""
+    """The state of a comparison: causes, the remaining gap, and corrected modules of b."""
 
     a: Engine
     b: Engine
@@ -74,7 +74,7 @@ def compare_systems(
     chat: bool = False,
     band: RoundoffBand | None = None,
 ) -> SystemComparison:
-    """What b's divergence from a is made of; `prompts` are token ids of the same texts, as a and as b make them.
+    """Find what b's divergence from a consists of; `prompts` are token ids of the same texts, by a and by b.
 
     `band` is the mean |difference| of log-probabilities that two healthy systems show on a's prompts. Without it the
     verdict "round-off" rests on each operator alone.
@@ -124,7 +124,7 @@ def _mend_state(run: _Run, mended: Mended) -> tuple[str, ...]:
         after = run.measure()
         where = (*cause.tensors, *cause.settings)
         if after == run.gap and cause.settings:
-            notes.append(f"{cause.words}: without effect here")
+            notes.append(f"{cause.words}: no effect here")
             continue
         run.causes.append(Cause("state", cause.name, cause.words, *removed(run.gap, after), where, cause.layers))
         run.gap = after
@@ -132,7 +132,7 @@ def _mend_state(run: _Run, mended: Mended) -> tuple[str, ...]:
 
 
 def _mend_operators(run: _Run) -> list[Role]:
-    """Roles beyond round-off become causes; those within it are given back."""
+    """Roles beyond round-off become causes; those within it are returned."""
     errors, _ = replay(run.a, run.b, run.prompts)
     round_off = coarser(run.a.facts.dtype, run.b.facts.dtype)
     wrong = [error for error in errors if error.beyond(round_off)]
@@ -145,7 +145,7 @@ def _mend_operators(run: _Run) -> list[Role]:
         name = f"{operator} {role.name}"
         words = explain(role, weights)
         if _unchanged(run.gap, after):
-            words += "; a can't run it on b's inputs, so its share is in the remainder"
+            words += "; a can't run it on b's inputs, so its share is part of the remainder"
         run.causes.append(Cause("operators", name, words, *removed(run.gap, after), role.mend, role.layers))
         run.gap = after
     rest = [error for error in errors if error.error and not error.beyond(round_off)]
@@ -157,7 +157,7 @@ def _unchanged(before: Gap, after: Gap) -> bool:
 
 
 def _sources(run: _Run, left: Sequence[Role]) -> tuple[RoundOffSource, ...]:
-    """What the largest of the roles within round-off make, each mended alone, on a few prompts."""
+    """The contribution of the largest roles within round-off, each corrected alone, on a few prompts."""
     prompts = run.prompts[:_SOURCE_PROMPTS]
     if not left:
         return ()
@@ -189,14 +189,14 @@ def _words(run: _Run, verdict: Verdict, left: Estimate, band: RoundoffBand | Non
     causes = sorted(run.causes, key=lambda cause: -_size(cause))
     dtypes = (run.a.facts.dtype, run.b.facts.dtype)
     if verdict == "identical":
-        return "Both systems give the same distributions."
+        return "Both systems give identical distributions."
     if verdict == "undecided":
         if band is not None and left.value is not None and run.gap.total.value is not None:
             return (
-                f"Every operator is within round-off, but {band.tokens} tokens are too few to judge their "
-                f"log-probabilities by: give {FEWEST_TOKENS} or more."
+                f"Every operator is within round-off, but {band.tokens} tokens are too few to check their "
+                f"log-probabilities: give {FEWEST_TOKENS} or more."
             )
-        return "The distributions have no finite divergence, and no cause was found."
+        return "The divergence between the distributions is not finite, and no cause was found."
     if causes:
         named = "; ".join(f"{cause.stage}: {cause.words}" for cause in causes[:2])
         more = f" {len(causes) - 2} more causes are listed." if len(causes) > 2 else ""
@@ -204,14 +204,13 @@ def _words(run: _Run, verdict: Verdict, left: Estimate, band: RoundoffBand | Non
     if dtypes[0] != dtypes[1]:
         return (
             f"a computes in {dtypes[0]} and b in {dtypes[1]}: every operator is within the round-off of the coarser "
-            "one. That is the cost of the dtype, not a difference between two runs of the same arithmetic."
+            f"dtype. The difference is the cost of that dtype, not a fault."
         )
     judged = "" if band is None else _judged(left, band)
     if verdict == "different":
         return f"Every operator is within round-off, but {judged}."
-    return (
-        f"Weights and settings are the same, every operator is within the round-off of {dtypes[0]} on the same inputs"
-        + (f", and {judged}." if judged else "; no band was measured, since a is not transformers.")
+    return f"Weights and settings are identical, every operator is within {dtypes[0]} round-off on the same inputs" + (
+        f", and {judged}." if judged else "; no round-off band was measured, because a is not transformers."
     )
 
 

@@ -1,4 +1,4 @@
-"""How far two next-token distributions are apart, prompt by prompt, and what a mended cause removes, with intervals."""
+"""How far apart two next-token distributions are, prompt by prompt, and what a correction removes, with intervals."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Gap:
 
 
 def removed(before: Gap, after: Gap) -> tuple[Estimate, Estimate]:
-    """What mending removed: of the divergence, and of the tokens' |difference|."""
+    """What the correction removed: of the divergence, and of the tokens' |difference|."""
     return (
         _estimated([x - y for x, y in zip(before.nats, after.nats, strict=True)]),
         _estimated([x - y for x, y in zip(before.token, after.token, strict=True)]),

@@ -1,4 +1,4 @@
-"""An engine by its name: `open_engine("vllm", model, arguments)`. NAME_engine.py beside this file is its adapter."""
+"""Opens an engine by name: `open_engine("vllm", model, arguments)`. Its adapter is NAME_engine.py in this folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WORDS: dict[str, Setting] = {"true": True, "false": False, "none": None}
 
 
 def open_engine(name: str, model: str, arguments: Arguments | None = None) -> Engine:
-    """Start an engine with a model; settings of `Sampling` among the arguments say what it reports."""
+    """Start an engine with a model; `Sampling` settings among the arguments say what it reports."""
     if name not in ENGINES:
         raise unknown("engine", name, ENGINES)
     given = dict(arguments or {})
@@ -44,18 +44,18 @@ def _sampling(chosen: Arguments) -> Sampling:
             bool(chosen.get("processed")),
         )
     except ValueError:
-        raise InvalidInput(f"temperature, top_p and top_k are numbers; got {dict(chosen)}") from None
+        raise InvalidInput(f"temperature, top_p and top_k must be numbers; got {dict(chosen)}") from None
 
 
 def read_arguments(words: Sequence[str], side: str = "") -> dict[str, Setting]:
-    """Arguments from words such as dtype=float32 (of both sides) or b.temperature=0.7 (of one)."""
+    """Parse arguments such as dtype=float32 (for both sides) or b.temperature=0.7 (for one)."""
     found: dict[str, Setting] = {}
     for word in words:
         key, equals, value = word.partition("=")
         which, dot, name = key.partition(".")
         if not equals or not key or (dot and which not in ("a", "b")):
             raise InvalidInput(
-                f"an engine argument is NAME=VALUE, or a.NAME=VALUE or b.NAME=VALUE for one side; got {word!r}"
+                f"an engine argument must be NAME=VALUE, or a.NAME=VALUE or b.NAME=VALUE for one side; got {word!r}"
             )
         if not dot or which == side:
             found[name if dot else key] = _value(value)

@@ -1,8 +1,8 @@
-"""Third stage: each operator of b on the inputs that it has in a, compared with what a's gives.
+"""Third stage: run each operator of b on the inputs it has in a, and compare with a's output.
 
-One forward of b for each prompt: every module is called with a's input and its output compared; b goes on with a's
-output, so that what arrives at the next module shows what the code between them does (attention between its
-projections, an activation, a residual add). Differences do not accumulate, and each belongs to where it arises.
+One forward of b per prompt: every module receives a's input, and its output is compared; b continues with a's output,
+so the input of the next module shows what the code between them does (attention between its projections, an activation,
+a residual add). Differences do not accumulate, and each is attributed to where it arises.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _EXPLAINS = 0.3  # an explanation must make the error at least so many times sma
 
 @dataclass
 class SiteError:
-    """The difference at one site over all prompts; `between`: of what arrives there, made by the code before it."""
+    """The difference at one site over all prompts; `between`: that of its input, computed by the code before it."""
 
     site: Site
     between: bool
@@ -62,7 +62,7 @@ class SiteError:
             self.sample = (x, a, b)
 
     def beyond(self, round_off: float) -> bool:
-        """Whether healthy arithmetic can't make a difference of this size."""
+        """Whether healthy arithmetic can't cause a difference of this size."""
         factor: float = LIMITS["divergence_factor"]
         return self.relative_l2 > factor * round_off or self.worst > _TOKEN_FACTOR * round_off
 
@@ -73,7 +73,7 @@ def coarser(one: str, other: str) -> float:
 
 
 def replay(a: Engine, b: Engine, prompts: Sequence[Ids]) -> tuple[list[SiteError], SiteError]:
-    """The error of every leaf, and of what arrives at it, in the order they run; and that of the logits themselves."""
+    """The error of every leaf and of its input, in execution order, and that of the logits."""
     round_off = coarser(a.facts.dtype, b.facts.dtype)
     found: dict[tuple[str, bool], SiteError] = {}
     end = SiteError(Site("lm_head", "lm_head", "logits"), True, None)
@@ -119,7 +119,7 @@ def _keep(reference: dict[str, tuple[Tensor, Tensor]], order: list[Site]) -> OnC
 
 @dataclass(frozen=True)
 class Role:
-    """Sites of all layers that do the same, and the modules that are mended for them."""
+    """The sites with the same function in all layers, and the modules to correct for them."""
 
     name: str  # the module's name without the block
     errors: tuple[SiteError, ...]
@@ -139,7 +139,7 @@ class Role:
 
 
 def roles(errors: Sequence[SiteError], sites: Sequence[Site]) -> tuple[Role, ...]:
-    """Errors grouped by role: operators first, in the order they run, then the code between them."""
+    """Errors grouped by role: operators first, in execution order, then the code between them."""
     blocks = {site.place: site.module for site in sites if site.operator == "residual"}
     holders = {site.module for site in sites if site.operator == WHOLE}
     groups: dict[tuple[bool, str], list[tuple[SiteError, str]]] = {}
@@ -159,7 +159,7 @@ def roles(errors: Sequence[SiteError], sites: Sequence[Site]) -> tuple[Role, ...
 
 
 def _holder(error: SiteError, blocks: dict[Place, str], holders: set[str]) -> str | None:
-    """The smallest module that holds this leaf and the one before it: the code between them is that module's.
+    """The smallest module that contains this leaf and the one before it: the code between them is that module's.
 
     Where the one before is in another block, what lies between is that block's last add.
     """
@@ -188,7 +188,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def mended_logits(a: Engine, b: Engine, ids: Ids, modules: set[str]) -> tuple[Tensor, Tensor]:
-    """Logits of a, and of b where these modules give what a's give for the same input."""
+    """Logits of a, and of b with these modules returning a's output for the same input."""
     reference = a.logits(ids)
 
     def mend(call: EngineCall) -> Tensor | None:
@@ -198,7 +198,7 @@ def mended_logits(a: Engine, b: Engine, ids: Ids, modules: set[str]) -> tuple[Te
 
 
 def rounded_logits(a: Engine, ids: Ids, modules: set[str], dtype: torch.dtype) -> Tensor:
-    """Logits of a where what these modules give is rounded to another dtype; of nested ones the outermost decides."""
+    """Logits of a with these modules' outputs rounded to another dtype; of nested ones the outermost decides."""
     outer = {name for name in modules if not any(name.startswith(f"{other}.") for other in modules)}
     return a.logits(ids, lambda call: call.output.to(dtype), modules=outer)
 
@@ -207,7 +207,7 @@ def rounded_logits(a: Engine, ids: Ids, modules: set[str], dtype: torch.dtype) -
 
 
 def explain(role: Role, weights: dict[str, Tensor]) -> str:
-    """What is known of a role's difference: where, how large, and what it looks like."""
+    """What is known about a role's difference: where, how large, and what it looks like."""
     first = role.errors[0]
     where = _layers(role)
     words = f"{role.name}{where}: relative L2 {role.relative_l2:.2g} on the reference's own inputs"
@@ -254,20 +254,26 @@ def _explanations(
         if site.operator == "norm" and weight is not None and bool(weight.all()):
             wide = weight.double()
             yield f"b rounds to {name} before it applies the weight", (a / wide).to(dtype).double() * wide
-        yield f"b rounds {'what arrives there' if between else 'its output'} to {name}", a.to(dtype).double()
+        yield f"b rounds {'its input' if between else 'its output'} to {name}", a.to(dtype).double()
     offset = (b - a).mean(0, keepdim=True)
     yield "b adds the same numbers to every token", a + offset
 
 
 def _attention(error: SiteError) -> str:
-    """By the first token that differs: it attends to itself alone, so that scores can't change it."""
+    """By the first token that differs: it attends only to itself, so scores can't change it."""
     if "attn" not in error.site.module and "attention" not in error.site.module:
         return ""
     at = error.first_token
     if at is None:
         return ""
     if at == 0:
-        return "also at the first token, which attends to itself alone: values or precision, not scores"
+        return (
+            "it also differs at the first token, which attends only to itself: the cause is values or precision, "
+            "not scores"
+        )
     if at <= 2:
-        return "not at the first token, which attends to itself alone: scores differ (scale, position, softmax)"
-    return f"only from token {at} on: a mask or window that acts from there"
+        return (
+            "it does not differ at the first token, which attends only to itself: the scores differ (scale, "
+            "position, softmax)"
+        )
+    return f"it differs only from token {at} on: a mask or window starts there"

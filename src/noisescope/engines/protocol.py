@@ -1,4 +1,4 @@
-"""What noisescope asks of an engine: names, tensors, recorded calls, log-probabilities, facts.
+"""What noisescope needs from an engine: names, tensors, recorded calls, log-probabilities, facts.
 
 An adapter gives all of it in one form, whatever the engine does inside. Modules have the names that transformers gives
 them: a merged q, k, v projection is three sites, and a norm that is given (hidden, residual) has their sum as its
@@ -26,7 +26,7 @@ Ids = tuple[int, ...]
 class EngineCall:
     """One call at a site: `inputs` [T, C] (token ids [T] of an embedding), `output` [T, C].
 
-    `again(x)` is what the same module gives for other inputs.
+    `again(x)` returns the same module's output for other inputs.
     """
 
     site: Site
@@ -35,7 +35,7 @@ class EngineCall:
     again: Callable[[Tensor], Tensor]
 
 
-OnCall = Callable[[EngineCall], Tensor | None]  # gets a call, may give the output that the engine goes on with
+OnCall = Callable[[EngineCall], Tensor | None]  # receives a call, may return the output that the engine continues with
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Reported:
 
 
 class Engine(Protocol):
-    """An adapter. `sites` are in module order; a site of operator `WHOLE` is a module that holds others."""
+    """An adapter. `sites` are in module order; a site with operator `WHOLE` is a module that contains others."""
 
     @property
     def facts(self) -> EngineFacts: ...
@@ -64,23 +64,23 @@ class Engine(Protocol):
         ...
 
     def logits(self, ids: Ids, on_call: OnCall | None = None, *, modules: Collection[str] | None = None) -> Tensor:
-        """Logits [T, vocabulary] of one prompt; `on_call` sees the calls of these modules, by default of all sites."""
+        """Logits [T, vocabulary] of one prompt; `on_call` receives the calls of `modules`, by default of all sites."""
         ...
 
     def reported(self, ids: Ids) -> Reported:
-        """The log-probabilities that users of the engine get for a prompt."""
+        """The log-probabilities that the engine's users receive for a prompt."""
         ...
 
     def generate(self, ids: Ids, count: int) -> Ids:
-        """The greedy continuation, so many tokens: one that ends a text does not stop it."""
+        """The greedy continuation of that many tokens; an end-of-text token does not stop it."""
         ...
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Weights and buffers by name, as the engine uses them: merged projections are taken apart."""
+        """Weights and buffers by name, as the engine uses them, with merged projections split."""
         ...
 
     def write(self, name: str, value: Tensor) -> None:
-        """Put other numbers into one of the tensors."""
+        """Overwrite one of the tensors."""
         ...
 
     def settings(self) -> Mapping[str, Setting]:
@@ -92,10 +92,10 @@ class Engine(Protocol):
         ...
 
     def apply(self, site: Site, x: Tensor) -> Tensor | None:
-        """What a module gives for x, all else as in the last prompt that ran; None where it can't be called alone."""
+        """A module's output for x, with everything else as in the last prompt; None if it can't be called alone."""
         ...
 
 
 def is_leaf(site: Site) -> bool:
-    """Whether a site is one operator, and holds no others."""
+    """Whether a site is a single operator that contains no others."""
     return site.operator not in (WHOLE, "residual")

@@ -27,7 +27,7 @@ def reported_rows(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def truncated(rows: Tensor, sampling: Sampling) -> Tensor:
-    """The likeliest tokens alone, with probabilities that sum to 1 again."""
+    """Only the likeliest tokens, with probabilities renormalised to 1."""
     order = rows.argsort(-1, descending=True)
     ranked = rows.gather(-1, order)
     kept = torch.ones_like(ranked, dtype=torch.bool)
@@ -79,7 +79,7 @@ def find_processing(rows: Tensor, logits: Tensor) -> Processing:
 
 
 def _simplest(found: list[Processing]) -> Processing:
-    """The first that explains the values; else the best, if it explains half of what the first leaves."""
+    """The first candidate that explains the values; else the best, if it explains half of what the first leaves."""
     exact = next((one for one in found if one.off <= CLOSE), None)
     best = min(found, key=lambda one: one.off)
     return exact or (best if best.off < 0.5 * found[0].off else found[0])

@@ -1,8 +1,8 @@
-"""First stage: do both systems mean the same thing? Token ids, and how reported log-probabilities are made.
+"""First stage: do both systems compute the same quantity? Token ids, and how reported log-probabilities are made.
 
-Each engine's report is compared with its own logits, so a temperature in the report is not taken for a scaled weight.
-b is mended step by step: it gets a's token ids, missing values are left out, shifted ones moved, then other processing,
-truncation and temperature are undone. What both sides do alike is no cause.
+Each engine's report is compared with its own logits, so that a temperature in the report can be distinguished from a
+scaled weight. b is corrected step by step: it gets a's token ids, missing values are left out, shifted ones moved, then
+other processing, truncation and temperature are undone. What both sides have in common is not a cause.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LOOKED_AT = 4  # prompts from which an engine's processing is read
 
 @dataclass(frozen=True)
 class Semantics:
-    """Causes, the gap before and after they are mended, and the temperature at which the rest is measured."""
+    """Causes, the gap before and after correcting them, and the temperature at which the rest is measured."""
 
     causes: tuple[Cause, ...]
     before: Gap
@@ -75,7 +75,7 @@ class _Side:
 
 
 def find_semantics(a: Engine, b: Engine, prompts: tuple[Sequence[Ids], Sequence[Ids]], *, chat: bool) -> Semantics:
-    """What differs before any weight or operator does; `prompts` are what a and what b make of the same texts."""
+    """What differs before any weight or operator; `prompts` are the encodings of the same texts by a and by b."""
     mine, its = prompts
     left = _Side.of(a, mine)
     causes: list[Cause] = []
@@ -96,7 +96,9 @@ def find_semantics(a: Engine, b: Engine, prompts: tuple[Sequence[Ids], Sequence[
     after = _gap(left, right, *_plain(left, right, temperature))
     notes = []
     if left.processing.truncates and right.processing.truncates:
-        notes.append("both sides cut the distribution off: what follows is measured on whole distributions")
+        notes.append(
+            "both sides truncate the distribution (top-k or top-p): the comparison uses the full distributions"
+        )
     if left.processing.temperature != 1:
         notes.append(f"both are compared at a's temperature of {temperature:.3g}")
     return Semantics(tuple(causes), first, after, temperature, tuple(notes))
@@ -134,7 +136,7 @@ def _as_reported(side: _Side, number: int) -> tuple[Tensor, Tensor]:
 
 
 def _steps(left: _Side, right: _Side) -> Iterator[tuple[str, str, tuple[View, View]]]:
-    """(name, words, how both sides look once it is mended), in the order of mending."""
+    """(name, description, both sides after correcting it), in the order of correction."""
     mine, its = left.processing, right.processing
     there, here = right.values, left.values
     if there.missing or here.missing:
@@ -202,10 +204,14 @@ def _places(shift: int) -> str:
 
 def _other(mine: Processing, its: Processing) -> str:
     if mine.unnormalised != its.unnormalised:
-        return f"{'b' if its.unnormalised else 'a'} reports logits, not log-probabilities: its rows do not sum to 1"
+        return (
+            f"{'b' if its.unnormalised else 'a'} reports logits, not log-probabilities: its probabilities do not "
+            f"sum to 1"
+        )
     return (
-        f"reported values are {max(mine.off, its.off):.2g} nats off what {'a' if mine.off > its.off else 'b'}'s own "
-        "logits give at any temperature: a penalty, a bias or another processor acts before they are reported"
+        f"reported values are {max(mine.off, its.off):.2g} nats away from what "
+        f"{'a' if mine.off > its.off else 'b'}'s own logits give at any temperature: a penalty, bias or other "
+        f"processor is applied before they are reported"
     )
 
 
@@ -220,5 +226,5 @@ def _temperatures(mine: float, its: float) -> str:
     if mine != 1 and abs(mine * mine / its - 1) < CLOSE:
         return f"{words}: b applies it twice"
     if mine == 1:
-        return f"{words}: b's values are those after sampling, a's those of the model"
+        return f"{words}: b's values are after the sampling temperature, a's are the model's own"
     return words

@@ -1,7 +1,7 @@
-"""Second stage: settings, weights and buffers that differ, by name, grouped into causes, and how each is mended.
+"""Second stage: settings, weights and buffers that differ, by name, grouped into causes, with how to correct each.
 
-b gets a's numbers. Where b's dtype can't hold them (b was cast to 16 bits), a gets b's instead: either way both compute
-with the same numbers afterwards. `Mended.restore` puts everything back.
+b receives a's numbers. If b's dtype can't represent them (b was cast to 16 bits), a receives b's instead: either way,
+both then compute with the same numbers. `Mended.restore` undoes everything.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Pair:
 
 @dataclass
 class Mended:
-    """What was changed, to be put back."""
+    """What was changed, so that it can be restored."""
 
     tensors: list[tuple[Engine, str, Tensor]] = field(default_factory=list)  # what it held before
     settings: list[tuple[Engine, str, Setting]] = field(default_factory=list)
@@ -74,7 +74,7 @@ class Mended:
 
 
 def find_state(a: Engine, b: Engine) -> tuple[tuple[StateCause, ...], tuple[str, ...]]:
-    """Causes in the order of mending, and notes on what could not be compared."""
+    """Causes in the order of correction, and notes on what could not be compared."""
     mine, its = dict(a.tensors()), dict(b.tensors())
     common = [name for name in mine if name in its]
     pairs: list[_Pair] = []
@@ -119,7 +119,7 @@ def _settings(a: Engine, b: Engine) -> Iterator[StateCause]:
 
 
 def _same_number(one: Setting, other: Setting) -> bool:
-    """Equal as float32 numbers: engines compute the same scale in other ways."""
+    """Equal as float32 numbers: engines compute the same scale in different ways."""
     return isinstance(one, float) and isinstance(other, float) and math.isclose(one, other, rel_tol=1e-6)
 
 
@@ -144,25 +144,27 @@ def _grouped(pairs: Sequence[_Pair], reference: dict[str, Tensor], blocks: int) 
 
 
 def _stale(dense: Sequence[_Pair], blocks: int) -> Iterator[StateCause]:
-    """Tensors whose numbers are others throughout: of some layers (not updated), or of the whole model."""
+    """Tensors whose numbers differ throughout: in some layers (not updated), or in the whole model."""
     by_block: dict[int | None, list[_Pair]] = defaultdict(list)
     for pair in dense:
         by_block[_block(pair.name)].append(pair)
     if blocks and len(by_block.keys() - {None}) > _MANY * blocks:
         names = tuple(pair.name for pair in dense)
         quantised = "quantised weights" if _look_quantised(dense) else "another checkpoint or training step"
-        words = f"{len(names)} tensors of {len(by_block)} places differ throughout, by {_sizes(dense)}: {quantised}"
+        words = (
+            f"{len(names)} tensors in {len(by_block)} places differ in all elements, by {_sizes(dense)}: {quantised}"
+        )
         yield StateCause("quantised checkpoint" if _look_quantised(dense) else "another checkpoint", words, names)
         return
     for block, held in by_block.items():
         names = tuple(pair.name for pair in held)
         where = "outside the blocks" if block is None else f"of layer {block}"
-        words = f"{len(names)} tensors {where} hold other numbers ({_some(names)}), off by {_sizes(held)}"
+        words = f"{len(names)} tensors {where} hold different numbers ({_some(names)}), off by {_sizes(held)}"
         yield StateCause("stale layer" if block is not None else "stale weights", f"{words} (not updated?)", names)
 
 
 def _look_quantised(dense: Sequence[_Pair]) -> bool:
-    """Whether rows of most matrices have few different numbers: those that a grid with a scale allows."""
+    """Whether the rows of most matrices have few distinct numbers, as on a quantisation grid."""
     matrices = [pair for pair in dense if pair.b.dim() == 2 and pair.b.shape[1] >= 32]
     few = sum(_levels(pair.b) < 0.6 * _levels(pair.a) for pair in matrices)
     return bool(matrices) and 2 * few > len(matrices)
@@ -211,7 +213,7 @@ def _rotary(pair: _Pair) -> str:
 
 
 def _base(table: Tensor) -> float:
-    """inv_freq[i] is base^(-i / n); 0 where it is no such table."""
+    """inv_freq[i] is base^(-i / n); 0 if it is not such a table."""
     n = table.numel()
     if n < 2 or float(table[0]) != 1 or not 0 < float(table[1]) < 1:
         return 0.0
@@ -228,7 +230,7 @@ def _lacking(mine: dict[str, Tensor], its: dict[str, Tensor]) -> Iterator[str]:
     for which, here, there in (("b", mine, its), ("a", its, mine)):
         names = [name for name in here if name not in there]
         if names:
-            yield f"{which} lacks {len(names)} tensors, which are not compared ({_some(names)})"
+            yield f"{which} lacks {len(names)} tensors, which were not compared ({_some(names)})"
 
 
 def _block(name: str) -> int | None:

@@ -155,17 +155,17 @@ class TransformersEngine:
 
 
 def _flat(x: Tensor) -> Tensor:
-    """The one prompt of a batch as [T, C]; ids as [T]. Norms of heads are given [1, T, H, D]."""
+    """The one prompt of a batch as [T, C]; ids as [T]. Per-head norms receive [1, T, H, D]."""
     return x[0] if x.dim() <= 2 else x[0].flatten(1)
 
 
 def _is_idle(module: nn.Module, name: str) -> bool:
-    """Attributes that do nothing in evaluation, or only name the module."""
+    """Attributes that have no effect in evaluation, or only name the module."""
     return "drop" in name.lower() or isinstance(module, nn.Dropout) or name in ("layer_idx", "config")
 
 
 def _watched(anatomy: Anatomy) -> Anatomy:
-    """The leaves (linears, norms, embeddings), the modules inside a block that hold some of them, and the blocks."""
+    """The leaves (linears, norms, embeddings), the modules inside a block that contain some of them, and the blocks."""
     leaves = [unit for unit in anatomy.units if unit.kind == MODULE and unit.certain and unit.operators[0] in _LEAVES]
     blocks = {unit.module: unit for unit in anatomy.units if unit.operators == ("residual",)}
     holders: dict[str, Unit] = {}
@@ -181,7 +181,7 @@ _ARGUMENTS = ("device", "dtype", "attn_implementation", "device_map", "revision"
 
 
 def open_engine(model: str, sampling: Sampling, arguments: dict[str, Setting]) -> TransformersEngine:
-    """What `--engine-args` gives goes to `load`."""
+    """Open the engine; `--engine-args` are passed to `load`."""
     for name in arguments:
         if name not in _ARGUMENTS:
             raise unknown("argument of the engine transformers", name, (*_ARGUMENTS, *vars(Sampling())))

@@ -39,7 +39,10 @@ _IDENTITY_ROWS = 1024
 
 
 class VllmEngine:
-    """vLLM with one model; `arguments` go to vllm.LLM. Forwards are eager: compiled graphs can't be watched."""
+    """vLLM with one model; `arguments` are passed to vllm.LLM.
+
+    Forwards are eager, because compiled graphs can't be observed.
+    """
 
     def __init__(self, model: str, sampling: Sampling | None = None, **arguments: Any) -> None:
         for name, value in _ENVIRONMENT.items():
@@ -92,8 +95,8 @@ class VllmEngine:
         hidden = torch.cat(last)
         if len(hidden) != len(ids):
             raise InvalidInput(
-                f"vLLM ran {len(hidden)} tokens of a prompt of {len(ids)}: switch prefix caching off "
-                "(--engine-args enable_prefix_caching=false)"
+                f"vLLM ran {len(hidden)} tokens of a prompt of {len(ids)}: turn off prefix caching (--engine-args "
+                f"enable_prefix_caching=false)"
             )
         y: Tensor = self.model.compute_logits(hidden)
         head = self._map.head
@@ -213,7 +216,7 @@ class _Listener:
         self.error: Exception | None = None  # raised when the prompt is done: inside, it would leave vLLM stuck with it
 
     def before(self, call: RecordedCall) -> None:
-        """Kernels write over what they are given, so inputs are copied: the sum of a (hidden, residual) pair."""
+        """Kernels overwrite their inputs, so these are copied: the sum of a (hidden, residual) pair."""
         given = [x for x in (*call.args, *call.kwargs.values()) if isinstance(x, Tensor)]
         hidden = given if call.operator == "embedding" else [x for x in given if x.is_floating_point()]
         pair = call.operator in ("norm", "residual") and len(hidden) == 2
@@ -273,7 +276,7 @@ def _pass(call: EngineCall) -> None:
 
 
 def _not_again(x: Tensor) -> Tensor:
-    raise InvalidInput("a block of vLLM can't be called outside its forward")
+    raise InvalidInput("a vLLM block can't be called outside its forward")
 
 
 def _first(y: Any) -> Tensor:
@@ -301,5 +304,5 @@ def _version() -> str:
 
 
 def open_engine(model: str, sampling: Sampling, arguments: dict[str, Setting]) -> VllmEngine:
-    """What `--engine-args` gives goes to vllm.LLM."""
+    """Open the engine; `--engine-args` are passed to vllm.LLM."""
     return VllmEngine(model, sampling, **arguments)

@@ -1,4 +1,4 @@
-"""Which module of a vLLM model does what, under the names that transformers gives the same parts."""
+"""Maps the modules of a vLLM model to the names that transformers gives the same parts."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class ModuleMap:
         return {name: one for name, one in self.projections.items() if one.module == module}
 
     def taken_apart(self, module: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """A parameter of a module as those of its sites."""
+        """A parameter of a module split into those of its sites."""
         parts = self.parts(module)
         if not parts:
             yield module, tensor

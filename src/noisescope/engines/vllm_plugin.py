@@ -1,4 +1,4 @@
-"""Noise in vLLM's workers, switched on by environment variables: the entry point of its general plugins.
+"""Noise in vLLM's workers, enabled by environment variables: the entry point of its general plugins.
 
     variables = launch.environment(0.02, operators=["linear"], tally="tally", phases="forward", without_gradients=True)
 
@@ -28,7 +28,7 @@ from noisescope.probe.noise import Gaussian
 from noisescope.training import schedules
 from noisescope.training.worker_environment import STEP_FILE, flag, keep_tally, read
 
-STEP = FileKind("trainer's step", "training.launch.set_step writes it", max_bytes=64)
+STEP = FileKind("step file", "training.launch.set_step writes it", max_bytes=64)
 _STEP_BITS = 32  # of the seed, above those of the seed itself
 _MOST_PROMPTS = 1 << 16  # whose names are remembered
 _PUT: list[Callable[..., Any]] = []  # forwards that have noise already: vLLM may load a plugin more than once
@@ -36,7 +36,7 @@ _PUT: list[Callable[..., Any]] = []  # forwards that have noise already: vLLM ma
 
 @dataclass(frozen=True)
 class RolloutNoise:
-    """What the environment asks for."""
+    """The noise that the environment requests."""
 
     schedule: schedules.Schedule
     operators: frozenset[str]
@@ -45,7 +45,7 @@ class RolloutNoise:
 
     @classmethod
     def from_environment(cls) -> RolloutNoise | None:
-        """None where noise is off, or meant for training alone."""
+        """None if noise is off, or for training only."""
         if not read("ENABLED", flag) or read("TRAINING_ONLY", flag) or read("BACKWARD_ONLY", flag):
             return None
         scale = read("SCALE", float)
@@ -69,19 +69,19 @@ class RolloutNoise:
 
 
 class FlatProbe(Probe):
-    """A probe in a model that is given one row of tokens: each token is a sample of its own, of length 1."""
+    """A probe for a model that receives one row of tokens: each token is its own sample of length 1."""
 
     def _name_tokens(
         self, samples: Tensor, positions: Tensor | int | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Tensor, Tensor]:
         if not isinstance(positions, Tensor) or len(samples) != len(positions):
-            raise InvalidInput(f"{len(samples)} tokens have names, but their positions are {positions!r}")
+            raise InvalidInput(f"{len(samples)} tokens are named, but their positions are {positions!r}")
         return samples, positions[:, None]
 
 
 @dataclass
 class _Worker:
-    """The probe in one worker's model, open for as long as the process lives."""
+    """The probe in one worker's model, open for the lifetime of the process."""
 
     noise: RolloutNoise
     probe: FlatProbe
@@ -99,7 +99,7 @@ class _Worker:
     def prepare(
         self, requests: Sequence[str], prompts: Callable[[str], Sequence[int] | None], rows: Tensor, at: Tensor
     ) -> None:
-        """Name the tokens of the forward that follows: of which request each is, and its position."""
+        """Name the tokens of the next forward: the request each belongs to, and its position."""
         step = self.noise.step()
         if step != self.step:
             self.probe.update(self.noise.injection(step))
@@ -114,15 +114,15 @@ class _Worker:
 
 
 def prompt_name(ids: Sequence[int] | None) -> int:
-    """63 bits that belong to a prompt's token ids, in every process."""
+    """A 63-bit name for a prompt's token ids, the same in every process."""
     if ids is None:
-        raise InvalidInput("noise in vLLM is named by the prompt's token ids, and this prompt is embeddings")
+        raise InvalidInput("noise in vLLM is keyed by the prompt's token ids, but this prompt consists of embeddings")
     digest = hashlib.blake2b(",".join(map(str, ids)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
 def register() -> None:
-    """Put noise into the forwards of this process, if the environment asks for it; a second call changes nothing."""
+    """Inject noise into this process's forwards, if the environment requests it; a second call has no effect."""
     noise = RolloutNoise.from_environment()
     if noise is None:
         return
@@ -155,11 +155,12 @@ def noisy_forward(inner: Callable[..., Any], noise: RolloutNoise) -> Callable[..
 
 
 def check_supported(config: Any) -> None:
-    """Refuse what noise would miss in silence."""
+    """Reject configurations in which noise would silently be lost."""
     if int(config.compilation_config.mode or 0) != 0:
-        raise InvalidInput("noise in vLLM needs eager forwards: compiled graphs pass it by. Give enforce_eager=True")
+        raise InvalidInput("noise in vLLM needs eager mode, because compiled graphs bypass it: pass enforce_eager=True")
     if config.parallel_config.tensor_parallel_size > 1:
         raise InvalidInput(
-            f"noise in vLLM is for tensor_parallel_size=1, got {config.parallel_config.tensor_parallel_size}: each "
-            "rank would draw the same numbers for its part of the channels"
+            f"noise in vLLM supports only tensor_parallel_size=1, got "
+            f"{config.parallel_config.tensor_parallel_size}: with more, each rank would draw the same numbers for "
+            f"its part of the channels"
         )

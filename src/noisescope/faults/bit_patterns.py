@@ -42,14 +42,14 @@ def checked_bit(bit: int, dtype: torch.dtype) -> int:
     if bit >= width(dtype):
         name = str(dtype).removeprefix("torch.")
         raise InvalidInput(
-            f"bit {bit} does not exist in {name}: its bits are 0 (lowest of the mantissa) to {width(dtype) - 1} "
-            f"(the sign), and the exponent begins at {mantissa_bits(dtype)}"
+            f"bit {bit} does not exist in {name}: its bits are 0 (lowest mantissa bit) to {width(dtype) - 1} "
+            f"(sign), and the exponent starts at {mantissa_bits(dtype)}"
         )
     return bit
 
 
 def stick_bit(x: Tensor, bit: int, value: int) -> Tensor:
-    """x with one bit held at 0 or 1."""
+    """x with one bit stuck at 0 or 1."""
     pattern = to_bits(x)
     one = 1 << checked_bit(bit, x.dtype)
     if value:
@@ -67,7 +67,10 @@ def flip_bits(x: Tensor, bit: int | Tensor) -> Tensor:
 
 
 def cut_mantissa(x: Tensor, cut: int) -> Tensor:
-    """x with its lowest `cut` mantissa bits 0, which rounds toward zero; at most the whole mantissa. NaN stays NaN."""
+    """x with its lowest `cut` mantissa bits cleared, which rounds toward zero; at most the whole mantissa.
+
+    NaN stays NaN.
+    """
     cut = min(cut, mantissa_bits(x.dtype))
     pattern = to_bits(x)
     short = (pattern & _constant(-1 << cut, pattern.dtype)).view(x.dtype)

@@ -1,6 +1,7 @@
-"""An operator's call taken apart: the operands of a product, the input of a softmax, an activation or a norm.
+"""Extracts the operands of an operator's call: of a product, a softmax, an activation or a norm.
 
-A fault inside the arithmetic (sums kept short, a table for exp) can't be had from the output: it needs what went in.
+A fault inside the arithmetic (low-precision sums, a table for exp) can't be derived from the output: it needs the
+inputs.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ _PLAIN = (torch.matmul, torch.mm, torch.bmm, _T.matmul, _T.mm, _T.bmm, _T.__matm
 
 
 def input_of(call: RecordedCall) -> Tensor:
-    """The first tensor given; an operator that wrote its result into it has none any more."""
+    """The first tensor argument; an operator that overwrote it with its result no longer has one."""
     if getattr(call.callee, "inplace", False) or call.kwargs.get("inplace"):
-        raise InvalidInput(f"{call.name} writes its result over its input, so it can't be computed again")
+        raise InvalidInput(f"{call.name} overwrites its input, so it can't be recomputed")
     if call.first_input is None:
         raise InvalidInput(f"{call.name} was called without a tensor")
     return call.first_input
 
 
 def computed_for(call: RecordedCall, x: Tensor) -> Tensor:
-    """What the same module or function, an elementwise one, gives for another input (in another dtype, say)."""
+    """What the same elementwise module or function returns for another input (in another dtype, for example)."""
     if isinstance(call.callee, nn.Module):  # the class's forward: the instance's is the probe's wrapper
         return type(call.callee).forward(call.callee, x)  # type: ignore[no-any-return]
     args, kwargs = with_tensor(call.args, call.kwargs, input_of(call), x)
@@ -60,7 +61,7 @@ class Product:
         return self.multiply(a, b) * self.alpha
 
     def finished(self, total: Tensor) -> Tensor:
-        """The addend put to the sum over the whole inner dimension."""
+        """The addend added to the sum over the whole inner dimension."""
         return total if self.addend is None else total + self.addend.to(total.dtype)
 
     def exact(self, dtype: torch.dtype) -> Tensor:
@@ -68,7 +69,7 @@ class Product:
 
 
 def product(call: RecordedCall) -> Product:
-    """The product that a call computes; refused where it is not a plain one."""
+    """The product that a call computes; an error if it is not a plain one."""
     callee, kwargs = call.callee, call.kwargs
     if isinstance(callee, nn.Module):
         return _module_product(callee, call)
@@ -90,7 +91,7 @@ def product(call: RecordedCall) -> Product:
         )
     if is_grouped(callee):
         return _grouped(call)
-    raise InvalidInput(f"{call.name} is not a plain product, so it can't be computed again from its operands")
+    raise InvalidInput(f"{call.name} is not a plain product, so it can't be recomputed from its operands")
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Product:
@@ -101,7 +102,7 @@ def _module_product(module: nn.Module, call: RecordedCall) -> Product:
     """A Linear [out, in], or transformers' Conv1D [in, out]."""
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
     if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_floating_point():
-        raise InvalidInput(f"{call.name} has no plain weight, so it can't be computed again from its operands")
+        raise InvalidInput(f"{call.name} has no plain weight, so it can't be recomputed from its operands")
     if not keeps_weight_transposed(module):
         return _linear(input_of(call), weight, bias)
 
@@ -136,7 +137,7 @@ def softmax_scores(call: RecordedCall) -> tuple[Tensor, int]:
     """A softmax call's input, in the dtype that the softmax is computed in, and its dimension."""
     x = call.argument(0, "input", "self")
     if isinstance(call.callee, nn.Module) or not isinstance(x, Tensor):
-        raise InvalidInput(f"{call.name} is not a call of softmax that can be computed again")
+        raise InvalidInput(f"{call.name} is not a softmax call that can be recomputed")
     dtype = next((v for v in (*call.args, *call.kwargs.values()) if isinstance(v, torch.dtype)), None)
     dim = call.argument(1, "dim", default=-1)
     return (x if dtype is None else x.to(dtype)), -1 if dim is None else dim

@@ -1,7 +1,6 @@
-"""`act`: what a fault makes of an operator's output. One function per family, chosen by the fault's class.
+"""`act`: computes the faulty output of an operator, with one function per fault family.
 
-The values themselves (families.py) import no torch, so that a text that names a wrong fault is
-refused before torch is loaded.
+The fault values (families.py) do not import torch, so a wrong fault specification is rejected before torch is loaded.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from noisescope.probe.recorded_call import RecordedCall
 
 @singledispatch
 def act(fault: Fault, y: Tensor, call: RecordedCall, memory: Memory) -> Tensor:
-    """The faulty output, in a new tensor of y's shape and dtype; y itself stays as it is."""
+    """The faulty output, as a new tensor of y's shape and dtype; y itself is unchanged."""
     raise NotImplementedError(f"no effect is registered for {type(fault).__name__}")
 
 
@@ -169,7 +168,7 @@ def _order(fault: families.SwappedChannels, width: int, mask: Tensor | None) -> 
 @act.register
 def stale_tile(fault: families.StaleTile, y: Tensor, call: RecordedCall, memory: Memory) -> Tensor:
     if fault.column >= y.shape[-1]:
-        raise InvalidInput(f"stale_tile begins at column {fault.column}, but the output has {y.shape[-1]}")
+        raise InvalidInput(f"stale_tile starts at column {fault.column}, but the output has {y.shape[-1]} columns")
     new = y.clone(memory_format=torch.contiguous_format)
     rows = new.view(-1, y.shape[-1])
     tile = rows[fault.row : fault.row + fault.rows, fault.column : fault.column + fault.columns]
@@ -193,13 +192,15 @@ def block_scale(fault: families.BlockScale, y: Tensor, call: RecordedCall, memor
 def _block_scaled(fault: families.BlockScale, x: Tensor) -> Tensor:
     start, stop = fault.block * fault.width, (fault.block + 1) * fault.width
     if start >= x.shape[-1]:
-        raise InvalidInput(f"block {fault.block} of {fault.width} channels begins beyond the {x.shape[-1]} there are")
+        raise InvalidInput(
+            f"block {fault.block} of {fault.width} channels starts beyond the tensor's {x.shape[-1]} channels"
+        )
     new = x.clone()
     new[..., start:stop] = (wide(x[..., start:stop]) * fault.factor).to(x.dtype)
     return new
 
 
-# Faults inside a product, computed again from its operands.
+# Faults inside a product, recomputed from its operands.
 
 
 _FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -251,7 +252,7 @@ def _cut(fault: families.InputTruncation, x: Tensor) -> Tensor:
 def rounding_mode(fault: families.RoundingMode, y: Tensor, call: RecordedCall, memory: Memory) -> Tensor:
     exact = exact_dtype(y)
     if y.dtype == exact:
-        raise InvalidInput(f"rounding_mode needs a wider dtype to round from, and {call.name} computes in {exact}")
+        raise InvalidInput(f"rounding_mode needs a wider dtype to round from, but {call.name} computes in {exact}")
     return bit_patterns.round_towards(product(call).exact(exact), y.dtype, fault.mode)
 
 
@@ -320,7 +321,7 @@ def _bias(call: RecordedCall) -> Tensor | None:
 
 
 def _centres(call: RecordedCall) -> bool:
-    """Whether a norm takes off the mean (LayerNorm) or not (RMSNorm)."""
+    """Whether a norm subtracts the mean (LayerNorm) or not (RMSNorm)."""
     name = type(call.callee).__name__ if isinstance(call.callee, nn.Module) else call.callee.__name__
     return "rms" not in name.lower() and name != "T5LayerNorm"
 

@@ -1,4 +1,4 @@
-"""Every family of faults, in the order in which they are listed. No torch here: effects.py says what each one does.
+"""All fault families, in listing order. Does not import torch: effects.py implements them.
 
 The first six are those of the original method notes, as they define them, at a tensor h of any operator's output:
 
@@ -66,7 +66,7 @@ class DeadZone(_Sized, family="dead_zone", fault_class="dead zone"):
 
 @dataclass(frozen=True)
 class Saturation(_Sized, family="saturation", fault_class="saturation"):
-    """Large values are cut. Relative to anything but max, the limit is m times it (`saturation:3,relative_to=rms`)."""
+    """Large values are clipped. Unless relative to max, the limit is m times it (`saturation:3,relative_to=rms`)."""
 
     absolute: bool = flag(False)  # the limit is that of the first call
 
@@ -78,7 +78,7 @@ class Saturation(_Sized, family="saturation", fault_class="saturation"):
 
 @dataclass(frozen=True)
 class Spike(_Sized, family="spike", fault_class="spike"):
-    """A few elements, others in every call, become far too large."""
+    """A few elements, different ones in every call, become far too large."""
 
     magnitude: float = number(0.3, at_least=0, at_most=100)
     height: float = number(10.0, at_least=0)
@@ -101,7 +101,7 @@ class Bias(_Sized, family="bias", fault_class="bias"):
 
 @dataclass(frozen=True)
 class NonDeterminism(Fault, family="non_determinism", fault_class="noise", sized_by="variance_factor"):
-    """Run-to-run variation of another size or kind than a healthy device has."""
+    """Run-to-run variation of a different size or kind than a healthy device shows."""
 
     variance_factor: float = number(5.0, at_least=1e-6)
     mode: str = choice("amplified", MODES)
@@ -120,7 +120,7 @@ class StuckBit(Fault, family="stuck_bit", fault_class="stuck bit", sized_by="bit
 
 @dataclass(frozen=True)
 class BitFlip(Fault, family="bit_flip", fault_class="spike", sized_by="share"):
-    """A bit is inverted in elements hit by chance (`share`), or in given ones (`elements`, flat indices).
+    """A bit is flipped in random elements (`share`) or in given ones (`elements`, flat indices).
 
     `bit` None takes any bit of the dtype by chance. Other elements are hit in every call, unless `persistent`: then the
     same ones in every call of one shape. duration=1 is a single event. Elements beyond the tensor are not hit.
@@ -141,7 +141,7 @@ class DeadLane(Fault, family="dead_lane", fault_class="dead lane", sized_by=None
 
 @dataclass(frozen=True)
 class StuckLane(Fault, family="stuck_lane", fault_class="dead lane"):
-    """Output channels that always give one constant: `magnitude` times the rms (or max ...) of the first call."""
+    """Output channels that always return one constant: `magnitude` times the rms (or max ...) of the first call."""
 
     magnitude: float = number(1.0)
     relative_to: str = choice("rms", RELATIVE_TO)
@@ -152,7 +152,7 @@ class StuckLane(Fault, family="stuck_lane", fault_class="dead lane"):
 class DeadKLane(
     Fault, family="dead_k_lane", fault_class="dead input lane", sized_by=None, operators=PRODUCTS, places_itself=True
 ):
-    """A part of the inner dimension is not summed: `channels` are those of the input."""
+    """Part of the inner dimension is left out of the sum: `channels` are those of the input."""
 
     channels: Channels = field(default=ONE_OF_32, kw_only=True, metadata=CHANNELS)
 
@@ -202,8 +202,8 @@ class Accumulation(
 ):
     """The sum is kept in too few bits: s = round(s + sum over the next `chunk` terms), the chunk's own sum exact.
 
-    `precision` is "bf16", "fp16" (Inf from 65520 on, as the format has it) or a number of mantissa bits. At a softmax
-    it is the denominator that is summed so.
+    `precision` is "bf16", "fp16" (Inf from 65520 on, as in the format) or a number of mantissa bits. In a softmax, this
+    applies to the denominator.
     """
 
     chunk: int = whole(32, at_least=1)
@@ -246,7 +246,7 @@ class ActivationCutOff(
 
 @dataclass(frozen=True)
 class RsqrtTable(Fault, family="rsqrt_table", fault_class="function table", operators=("norm",)):
-    """A norm whose 1 / sqrt(variance + eps) is read from a table of this relative error: a gain of each row's own."""
+    """A norm whose 1 / sqrt(variance + eps) comes from a table of this relative error: each row has its own gain."""
 
     magnitude: float = number(0.02, at_least=0, at_most=1)
 
@@ -277,7 +277,7 @@ class StaleTile(Fault, family="stale_tile", fault_class="stale data", sized_by=N
 
 @dataclass(frozen=True)
 class NanToZero(Fault, family="nan_to_zero", fault_class="nan to zero", sized_by=None):
-    """NaN becomes 0 and Inf the largest finite number, as on devices that only saturate: overflow goes unseen."""
+    """NaN becomes 0 and Inf the largest finite number, as on devices that saturate: overflow goes unnoticed."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A fault as a value: what goes wrong, how much, on which channels, how often and for how long. No torch here.
+"""A fault as a value: what goes wrong, how much, on which channels, how often and for how long. Does not import torch.
 
 A fault is saved as JSON (`to_dict`), read back (`parsing.fault_from_dict`) and replayed: the same seed gives the same
 masks and the same random numbers in the same order of calls, on the same kind of device.
@@ -33,12 +33,12 @@ Check = Callable[[Any, str], Any]  # (value, what it is called in a message) -> 
 
 
 def checked(default: Any, check: Check) -> Any:
-    """A field of a fault; where its default is None, None is left alone."""
+    """A field of a fault; if its default is None, None is accepted."""
     return field(default=default, metadata={"check": check})
 
 
 def check_fields(value: Any) -> None:
-    """Check every field of a frozen dataclass that is still being made."""
+    """Check every field of a frozen dataclass during construction."""
     for each in dataclasses.fields(value):
         given = getattr(value, each.name)
         if "check" in each.metadata and (given is not None or each.default is not None):
@@ -52,7 +52,7 @@ def number(default: float | None, *, at_least: float = -math.inf, at_most: float
 
 
 def whole(default: Any = MISSING, *, at_least: int, at_most: float = math.inf) -> Any:
-    """A whole number within limits, kept as an int."""
+    """An integer within limits."""
     return checked(default, lambda value, label: int(_within(value, label, at_least, at_most, "a whole number")))
 
 
@@ -67,7 +67,7 @@ def _within(value: Any, label: str, at_least: float, at_most: float, kind: str) 
 
 
 def choice(default: str, allowed: Iterable[str], **aliases: str) -> Any:
-    """One of some words."""
+    """One of several words."""
 
     def check(value: Any, label: str) -> Any:
         value = aliases.get(value, value) if isinstance(value, str) else value
@@ -96,29 +96,31 @@ def flag(default: bool) -> Any:
 
 
 def indices(value: Any, what: str) -> tuple[int, ...]:
-    """Numbers from 0 on, sorted, each once; one bare number is a list of one."""
+    """Indices of at least 0, sorted and unique; a single number is a list of one."""
     many = [value] if isinstance(value, numbers.Integral) else value
     listed = isinstance(many, Iterable) and not isinstance(many, (str, bytes))
     found = list(many) if listed else []
     if not found or any(isinstance(i, bool) or not isinstance(i, numbers.Integral) or i < 0 for i in found):
-        raise InvalidInput(f"{what} must be a list of numbers from 0 on, got {value!r}")
+        raise InvalidInput(f"{what} must be a list of numbers of at least 0, got {value!r}")
     return tuple(sorted({int(i) for i in found}))
 
 
 def _channels(value: Any, label: str) -> Channels:
-    """Channels as a user, a text or a JSON file gives them."""
+    """Channels as given by a user, a text or a JSON file."""
     if value is None or isinstance(value, Lanes):
         return value
     if isinstance(value, float):
         if not 0 < value <= 1:
-            raise InvalidInput(f"channels as a share must be above 0 and at most 1, got {value}")
+            raise InvalidInput(f"a share of channels must be above 0 and at most 1, got {value}")
         return float(value)
     if isinstance(value, dict):
         if not {"period"} <= set(value) <= {"period", "offset"}:
-            raise InvalidInput(f'a lane is {{"period": 32, "offset": 5}}, got {value!r}')
+            raise InvalidInput(f'a lane must look like {{"period": 32, "offset": 5}}, got {value!r}')
         return Lanes(**value)
     if isinstance(value, bool):
-        raise InvalidInput("channels are a share such as 0.1, a list of channel numbers, Lanes(32, 5) or None (all)")
+        raise InvalidInput(
+            "channels must be a share such as 0.1, a list of channel numbers, Lanes(32, 5) or None (all)"
+        )
     return indices(value, "channels")
 
 
@@ -127,7 +129,7 @@ CHANNELS = {"check": _channels}  # metadata of a field of channels
 
 @dataclass(frozen=True)
 class Lanes:
-    """Every `period`-th channel from `offset` on: what one lane of a unit `period` wide computes."""
+    """Every `period`-th channel starting at `offset`: what one lane of a unit `period` wide computes."""
 
     period: int = whole(at_least=1)
     offset: int = whole(0, at_least=0)
@@ -135,7 +137,7 @@ class Lanes:
     def __post_init__(self) -> None:
         check_fields(self)
         if self.offset >= self.period:
-            raise InvalidInput(f"a lane's offset is below its period {self.period}, got {self.offset}")
+            raise InvalidInput(f"a lane's offset must be below its period {self.period}, got {self.offset}")
 
 
 Channels = float | tuple[int, ...] | Lanes | None  # a share (Bernoulli, drawn once), a list, a lane, or all
@@ -149,7 +151,7 @@ class Fault:
         fixed), channel numbers, or `Lanes`. Sizes such as max |y| are always those of the whole tensor.
     rate: the chance that the fault acts in a call of its operator; 1 is persistent, as broken hardware is.
     start, duration: it acts in forwards start <= i < start + duration, counted from 0 within its scope (a step, or a
-        token of a generation); duration None is for ever. A module called by itself counts as a forward.
+        token of a generation); duration None is unlimited. A module called by itself counts as a forward.
     """
 
     family: ClassVar[str]
@@ -176,13 +178,13 @@ class Fault:
 
     @property
     def size(self) -> float | None:
-        """The fault's size, whatever its family calls it; None where it has none."""
+        """The fault's size, whatever its family calls it; None if it has none."""
         return None if self.sized_by is None else getattr(self, self.sized_by)
 
     def resized(self, size: float) -> Self:
-        """The same fault of another size."""
+        """The same fault with another size."""
         if self.sized_by is None:
-            raise InvalidInput(f"{self.family} has no size, so it can't be given one: {size!r}")
+            raise InvalidInput(f"{self.family} takes no size, got {size!r}")
         changes: dict[str, Any] = {self.sized_by: size}
         return dataclasses.replace(self, **changes)
 
@@ -195,7 +197,7 @@ class Fault:
         return {"family": self.family, **to_json(self)}
 
     def act(self, y: Tensor, call: RecordedCall, memory: Memory) -> Tensor:
-        """The faulty output, in a new tensor of y's shape and dtype; y itself stays as it is."""
+        """The faulty output, as a new tensor of y's shape and dtype; y itself is unchanged."""
         from noisescope.faults.effects import act
 
         return act(self, y, call, memory)

@@ -1,4 +1,4 @@
-"""What a broken unit has of its own: a stream of random numbers, a mask of channels, and what it remembers."""
+"""The state of a broken unit: a stream of random numbers, a channel mask, and memory between calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PIECE = 1 << 16  # masks are drawn in pieces of one length, so that a wider ten
 
 
 class Stream:
-    """The random numbers of one fault in one scope: its own generators, the caller's state is never touched.
+    """The random numbers of one fault in one scope: it has its own generators and never touches the caller's state.
 
     Noise comes from `torch.Generator(device).manual_seed(seed)` in the order of calls; masks and coins have streams of
     their own, so that a sparse fault draws the same noise as a dense one.
@@ -49,7 +49,7 @@ class Stream:
 
 
 class Memory:
-    """What one site of a fault remembers from call to call."""
+    """What one site of a fault remembers between calls."""
 
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
@@ -74,12 +74,12 @@ class Memory:
         return self.stream.mask(width, device)
 
     def first(self, name: str, value: Tensor) -> Tensor:
-        """`value` as it was when this was first asked."""
+        """`value` as it was on the first request."""
         return self.kept.setdefault(name, value)
 
 
 def faulty_output(fault: Fault, y: Tensor, call: RecordedCall, memory: Memory) -> Tensor:
-    """What the fault makes of an output y: on its channels the faulty values, elsewhere those of y."""
+    """The output of a fault for y: faulty values on its channels, those of y elsewhere."""
     new = fault.act(y, call, memory)
     mask = None if fault.places_itself or y.dim() == 0 else memory.mask(y.shape[-1], y.device)
     return new if mask is None else torch.where(mask, new, y)

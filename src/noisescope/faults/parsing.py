@@ -1,4 +1,4 @@
-"""Faults by name, from JSON, and with their place in one line of text.
+"""Parses faults by name, from JSON, and with their place from one line of text.
 
     family[:size][,key=value...]@place[/operator[#occurrence][/module]]
 
@@ -29,7 +29,7 @@ from noisescope.sites import GROUPS, OUTER_PLACES, Place, canonical_operator, ca
 
 @dataclass(frozen=True)
 class Family:
-    """A kind of fault: how to make one, what class a locator should name, and at which operators it makes sense."""
+    """A kind of fault: how to create one, which class a locator should report, and which operators it applies to."""
 
     name: str
     make: type[Fault]  # make() is the fault of default size
@@ -57,7 +57,7 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def make_fault(family: str, **fields: Any) -> Fault:
-    """A fault by its family's name: `make_fault("dead_zone", magnitude=0.3, channels=0.1)`."""
+    """Create a fault by its family's name: `make_fault("dead_zone", magnitude=0.3, channels=0.1)`."""
     if family not in FAMILIES:
         raise unknown("fault family", family, FAMILIES)
     make = FAMILIES[family].make
@@ -71,7 +71,7 @@ def make_fault(family: str, **fields: Any) -> Fault:
 def fault_from_dict(saved: Mapping[str, Any]) -> Fault:
     """The fault that `to_dict` wrote."""
     if not isinstance(saved, Mapping) or not isinstance(saved.get("family"), str):
-        raise InvalidInput(f'a saved fault is a JSON object with "family" and its settings, got {saved!r}')
+        raise InvalidInput(f'a saved fault must be a JSON object with "family" and its settings, got {saved!r}')
     return make_fault(saved["family"], **{name: value for name, value in saved.items() if name != "family"})
 
 
@@ -100,18 +100,18 @@ class Where:
         if self.place != EVERYWHERE:
             object.__setattr__(self, "place", canonical_place(self.place))
         if isinstance(self.place, int) and self.place < 0:
-            raise InvalidInput(f"place {self.place} is negative; blocks count from 0")
+            raise InvalidInput(f"place {self.place} is negative; blocks are numbered from 0")
         if self.operator is not None:
             object.__setattr__(self, "operator", canonical_operator(self.operator))
         if self.module is not None and (not self.module or _UNSPEAKABLE.search(self.module)):
             raise InvalidInput(f"module must be a dotted name or a pattern such as *down_proj, got {self.module!r}")
         if self.occurrence is not None and (not isinstance(self.occurrence, int) or self.occurrence < 0):
-            raise InvalidInput(f"occurrence counts calls from 0, got {self.occurrence!r}")
+            raise InvalidInput(f"occurrence is the index of a call, from 0; got {self.occurrence!r}")
 
     def of(self, fault: Fault) -> Where:
-        """The same with its operator named; refused where the family makes no sense there.
+        """The same with its operator set; an error if the family does not apply there.
 
-        A module named without an operator is meant with whatever it computes.
+        A module named without an operator means whatever it computes.
         """
         if self.operator is None and self.module is not None:
             return self
@@ -120,8 +120,8 @@ class Where:
         members = GROUPS[operator][0] if operator in GROUPS else frozenset({operator})
         if not members & set(fault.operators):
             raise InvalidInput(
-                f"{fault.family} acts on {', '.join(fault.operators)}, and not on {operator}: "
-                f"say {fault.family}@{self.place}/{fault.operators[0]}"
+                f"{fault.family} acts on {', '.join(fault.operators)}, not on {operator}: write "
+                f"{fault.family}@{self.place}/{fault.operators[0]}"
             )
         return dataclasses.replace(self, operator=operator)
 
@@ -134,10 +134,10 @@ class Where:
 
 
 def parse_fault(text: str) -> tuple[Fault, Where]:
-    """A fault and where it sits; `fault_text` is the inverse."""
+    """A fault and its place; `fault_text` is the inverse."""
     what, at, where = text.partition("@")
     if not at or not where.strip():
-        raise InvalidInput(f"{text!r} names no place. A simulated fault is written {_FORM}")
+        raise InvalidInput(f"{text!r} does not say where the fault is. The format is {_FORM}")
     return parse_settings(what), parse_where(where)
 
 
@@ -152,7 +152,7 @@ def parse_settings(text: str) -> Fault:
         if not equals:
             sized_by = FAMILIES[family].sized_by
             if sized_by is None:
-                raise InvalidInput(f"{family} has no size, got {part!r}; its settings are written key=value")
+                raise InvalidInput(f"{family} takes no size, got {part!r}; write its settings as key=value")
             name, value = sized_by, part
         name = name.strip()
         if name in fields:
@@ -167,7 +167,7 @@ def parse_where(text: str) -> Where:
     operator, _, module = rest.partition("/")
     operator, hash_, nth = operator.partition("#")
     if hash_ and not nth.isdecimal():
-        raise InvalidInput(f"{text!r}: after # comes the number of the call within the module, such as matmul#1")
+        raise InvalidInput(f"{text!r}: the number of the call within the module must follow #, such as matmul#1")
     at: Place = int(place) if re.fullmatch(r"-?\d+", place) else place
     if isinstance(at, str) and at not in (*OUTER_PLACES, EVERYWHERE):
         raise unknown("place", at, ["a block's index", *OUTER_PLACES, EVERYWHERE])
@@ -191,7 +191,7 @@ def fault_text(fault: Fault, where: Where | None = None) -> str:
 
 
 def _value(text: str) -> Any:
-    """A setting as it is meant: a number, a word, true or false, none, numbers (3+17) or a lane (every32+5)."""
+    """A setting as a value: a number, a word, true or false, none, numbers (3+17) or a lane (every32+5)."""
     lane = _LANE.fullmatch(text)
     if lane:
         return Lanes(int(lane[1]), int(lane[2] or 0))

@@ -1,7 +1,7 @@
-"""`faulty`: a model that computes wrongly at one site, for the length of a `with` block.
+"""`faulty`: makes a model compute wrongly at one site inside a `with` block.
 
-Every scope opened later, and every hook, sees the faulty values, as it would on a broken device. The fault's own
-arithmetic is hidden from all of them.
+Every scope opened later, and every hook, sees the faulty values, as on a broken device. The fault's own arithmetic is
+hidden from all of them.
 """
 
 from __future__ import annotations
@@ -56,9 +56,13 @@ def faulty(
             raise InvalidInput(f"the place is given twice: in {fault!r} and as an argument")
         fault, site = parse_fault(fault) if "@" in fault else (parse_settings(fault), site)
     if not isinstance(fault, Fault):
-        raise InvalidInput(f"a fault is a value such as DeadZone(0.3) or a text such as 'dead_zone:0.3', got {fault!r}")
+        raise InvalidInput(
+            f"a fault must be a value such as DeadZone(0.3) or a text such as 'dead_zone:0.3', got {fault!r}"
+        )
     if (site is None) == (place is None):
-        raise InvalidInput("say where the fault sits, once: faulty(model, fault, 10) or faulty(model, fault, place=10)")
+        raise InvalidInput(
+            "give the place of the fault exactly once: faulty(model, fault, 10) or faulty(model, fault, place=10)"
+        )
     where = _where(place if site is None else site)
     for name, value in (("operator", operator), ("module", module), ("occurrence", occurrence)):
         if value is not None and getattr(where, name) is not None:
@@ -81,7 +85,7 @@ def _where(site: Place | Site | Where | None) -> Where:
 
 
 class FaultScope(Probe):
-    """A scope behind which one operator computes wrongly."""
+    """A scope in which one operator computes wrongly."""
 
     acts_as_device = True  # scopes opened later see what this one did
 
@@ -101,11 +105,11 @@ class FaultScope(Probe):
 
     @property
     def changed(self) -> int:
-        """Output elements that differ in any bit from what they would have been, so far. Reading it waits."""
+        """Output elements that differ in any bit from the correct ones, so far. Reading it synchronises the device."""
         return sum(int(count) for count in self._changed.values())
 
     def note(self, before: Tensor, after: Tensor) -> None:
-        """Count what changed, on the device: nothing waits for it here."""
+        """Count the changes on the device, without synchronising."""
         count = bit_patterns.differ(before, after).sum()
         known = self._changed.get(count.device)
         self._changed[count.device] = count if known is None else known + count
@@ -118,7 +122,7 @@ class FaultScope(Probe):
         return CallListener(unit, operator, on_call, rerun=self.rerun, recomputed=True, repeated=True)
 
     def _on_call(self, count: SiteCount, memories: dict[int, Memory], call: RecordedCall) -> Any:
-        """The faulty output in place of the right one."""
+        """Return the faulty output in place of the correct one."""
         if self.where.occurrence not in (None, call.occurrence):
             return None
         y = call.output
@@ -126,7 +130,9 @@ class FaultScope(Probe):
             return (self._replaced(count, memories, call, y[0]), *y[1:])
         if not isinstance(y, Tensor) or not y.is_floating_point():
             kind = y.dtype if isinstance(y, Tensor) else type(y).__name__
-            raise InvalidInput(f"{call.unit.site(call.operator)} gave {kind}; faults fall on floating-point tensors")
+            raise InvalidInput(
+                f"{call.unit.site(call.operator)} returned {kind}, but faults apply only to floating-point tensors"
+            )
         return self._replaced(count, memories, call, y)
 
     def _replaced(self, count: SiteCount, memories: dict[int, Memory], call: RecordedCall, y: Tensor) -> Tensor:
@@ -150,19 +156,19 @@ class FaultScope(Probe):
     def check(self) -> None:
         if self.forwards and not self.calls and self.where.occurrence is not None:
             raise NothingInjected(
-                f"{self.fault.family} sits at call {self.where.occurrence} of {self.where.operator} within its module, "
-                f"and none had that many in {self.forwards} forward(s): calls count from 0"
+                f"{self.fault.family} was set for call {self.where.occurrence} of {self.where.operator} within its "
+                f"module, but no module made that many calls in {self.forwards} forward(s); calls are numbered from 0"
             )
         super().check()
         if not any(self.fault.is_due(forward) for forward in range(self.forwards)):
             raise NothingInjected(
-                f"{self.fault.family} was to act from forward {self.fault.start} on (from 0), and the scope saw "
-                f"{self.forwards}: nothing was injected"
+                f"{self.fault.family} was set to start at forward {self.fault.start} (counted from 0), but only "
+                f"{self.forwards} ran: nothing was injected"
             )
 
 
 def _selection(fault: Fault, where: Where, anatomy: Anatomy) -> Injection:
-    """What the probe is to select; a module's last name will do where no whole name fits."""
+    """What the probe should select; a module's last name suffices if no full name matches."""
     module = where.module
     if module is not None and not fnmatch.filter([unit.module for unit in anatomy.units], module):
         module = f"*.{module}"

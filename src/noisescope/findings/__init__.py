@@ -1,4 +1,4 @@
-"""What a number means: bands, findings, risk scores, avalanche points and advice. No torch.
+"""What a number means: bands, findings, risk scores, avalanche points and advice. Does not import torch.
 
 Bands, risk and avalanches are for injected task metrics; a predicted divergence in nats has a rank and no band. What
 could not be measured stays "not measurable" and never falls into a good band.

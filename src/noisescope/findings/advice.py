@@ -13,22 +13,23 @@ _ACCUMULATE = (
 
 ADVICE: dict[str, str] = {
     "softmax": (
-        "Check the device's exp (table or polynomial) against float64 over the range the scores really take, and "
-        "that the row's maximum is subtracted before it. Keep attention scores and softmax wider than the "
-        "products around them."
+        "Check the device's exp (table or polynomial) against float64 over the actual range of the scores, and "
+        "check that the row maximum is subtracted first. Keep attention scores and softmax in a higher precision "
+        "than the products around them."
     ),
     "norm": (
-        "Check that the variance (or mean square) is summed in FP32 and how exact rsqrt is near zero variance. A "
-        "larger epsilon guards against division by almost nothing, but keep the one the model was trained with: "
-        "raising it alters the model, so evaluate that as a change of its own."
+        "Check that the variance (or mean square) is summed in FP32, and how accurate rsqrt is near zero variance. "
+        "A larger epsilon avoids division by almost zero, but it changes the model: keep the trained value, or "
+        "evaluate the change separately."
     ),
     **dict.fromkeys(("linear", "matmul", "bmm", "gemm"), _ACCUMULATE),
     "attention": (
-        "Errors of the products and of softmax compound here: give QK^T, the probabilities and PV scales of their "
-        "own, and see which of the three carries the loss."
+        "Errors of the products and of softmax compound here: give QK^T, the probabilities and PV separate scales, "
+        "and find out which of the three causes the loss."
     ),
     "mlp": (
-        "See whether the products or the activation between them carries the loss; then follow the advice for that one."
+        "Find out whether the products or the activation between them cause the loss, then follow the advice for "
+        "that operator."
     ),
     "silu": (
         "Check the sigmoid approximation against float64. If tanh is better on this device, use sigmoid(x) = (1 + "
@@ -39,39 +40,40 @@ ADVICE: dict[str, str] = {
         "the model was trained with."
     ),
     "embedding": (
-        "A table look-up has no arithmetic: compare the rows bit by bit. Keep the table at 8 bits or more, since "
+        "A table lookup does no arithmetic: compare the rows bit by bit. Keep the table at 8 bits or more, because "
         "its error enters every layer."
     ),
     "residual": (
-        "Keep the residual stream in 16 bits or more and its addition in FP32: each block's error stays in it to "
-        "the end. Look for massive channels, which decide its range."
+        "Keep the residual stream in 16 bits or more and its addition in FP32: each block's error stays in it until "
+        "the end. Look for massive channels, which determine its range."
     ),
     "outliers": (
-        "Give outlier channels a scale of their own (per-channel quantisation). One or two massive channels are "
-        "the worst case, however small their share: judge by the largest ratio. If you train the model yourself, "
-        "hold channel ranges down while training."
+        "Give outlier channels their own scales (per-channel quantisation). One or two massive channels are the "
+        "worst case, however small their share: go by the largest ratio. If you train the model yourself, constrain "
+        "channel ranges during training."
     ),
     "outliers W8A8": (
         "SmoothQuant: divide each input channel of the linear by max|X|^alpha / max|W|^(1 - alpha) and multiply "
-        "the weight's column by it; alpha 0.5 to begin with, about 0.75 above 50 x. Needs calibration data, no "
+        "the weight's column by it; start with alpha 0.5, or about 0.75 if outliers exceed 50 x the median. Needs "
+        "calibration data, no "
         "training. Outlier Suppression+ also shifts each channel to the middle of its range first, which helps where a "
         "channel's values are mostly of one sign."
     ),
     "outliers W4A16": (
-        "AWQ: only weights are quantised; scale up the few weight channels that meet large activations, so that "
-        "they lose least. Needs calibration data, no training."
+        "AWQ: only weights are quantised; scale up the few weight channels that multiply large activations, so that "
+        "they lose the least precision. Needs calibration data, no training."
     ),
     "outliers W4A4": (
         "OmniQuant or learned rotations (such as SpinQuant): the transformation that spreads outliers is "
-        "optimised on data. Dearer than the other two, and what 4-bit activations need."
+        "optimised on data. More expensive than the other two, but needed for 4-bit activations."
     ),
     "avalanche": (
-        "Raise the precision of this layer range, or train with noise aimed at it (adaptive AQN). Validate it "
+        "Raise the precision of this layer range, or train with noise targeted at it (adaptive AQN). Validate it "
         "first on new hardware."
     ),
     "critical layers": (
-        "Keep these layers in 16 bits. FP16 has the finer steps, but only if the captured maximum of their "
-        "activations stays well below 65504; otherwise BF16."
+        "Keep these layers in 16 bits. Use FP16, which is more precise, if the captured maximum of their "
+        "activations stays well below 65504; otherwise use BF16."
     ),
     "divergence": (
         "Where two devices differ by more than 5 % (MAPE), raise the precision of the layer or smooth its outlier "

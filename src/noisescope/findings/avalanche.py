@@ -21,7 +21,7 @@ class Window:
 
     def __post_init__(self) -> None:
         if not 0 <= self.start <= self.end:
-            raise InvalidInput(f"a window has a first and a last layer, both included; got {self.start}-{self.end}")
+            raise InvalidInput(f"a window needs a first and a last layer, both inclusive; got {self.start}-{self.end}")
 
     def shares_layers_with(self, other: Window) -> bool:
         return self.start <= other.end and other.start <= self.end

@@ -1,4 +1,4 @@
-"""A finding and a recommendation as values, what they are about, their order, and the words of their sentences."""
+"""Findings and recommendations as values: their targets, their order, and the text of their sentences."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ class Target:
 
     @property
     def places(self) -> tuple[Place, ...]:
-        """The blocks by index, or the place outside them; () for what is everywhere."""
+        """The blocks by index, or the place outside them; () if it is everywhere."""
         return self.layers or (() if self.place is None else (self.place,))
 
     @property
     def computes(self) -> frozenset[str]:
-        """Single operators, groups taken apart."""
+        """Single operators, with groups expanded."""
         found: set[str] = set()
         for name in self.operators:
             found |= GROUPS[name][0] if name in GROUPS else {name}
@@ -66,7 +66,7 @@ class Target:
     def contains(self, other: Target) -> bool:
         """Whether noise in this target is also in all of the other, which is the more specific one.
 
-        Noise in an operator also falls on the places outside the blocks that compute it.
+        Noise in an operator also affects the places outside the blocks that compute it.
         """
         if self == other or other.kind not in ("window", "layer", "cell", "place") or self.place is not None:
             return False
@@ -127,7 +127,7 @@ def by_priority(recommendations: Iterable[Recommendation]) -> list[Recommendatio
 
 
 def percent(share: float, digits: int = 1) -> str:
-    """A share in words: 0.123 is "12.3 %"."""
+    """A share as text: 0.123 is "12.3 %"."""
     return f"{100 * share:.{digits}f} %"
 
 
@@ -142,7 +142,7 @@ METRIC_NAMES = {
 
 
 def metric_name(metric: str) -> str:
-    """A metric as a sentence names it: "costs 12.3 % of the next-token accuracy"."""
+    """A metric as named in a sentence: "costs 12.3 % of the next-token accuracy"."""
     return METRIC_NAMES.get(metric, metric.replace("_", " "))
 
 
@@ -152,13 +152,13 @@ def counted(number: int, noun: str) -> str:
 
 
 def span(estimate: Estimate, form: str, times: float = 1) -> str:
-    """An interval in words; an end without bound is "..."."""
+    """An interval as text; an unbounded end is "..."."""
     low, high = ("..." if end is None else f"{times * end:{form}}" for end in (estimate.low, estimate.high))
     return f"[{low}, {high}]"
 
 
 def times_better(gain: float) -> str:
-    """What divides an error, in words: 0.04 is "25 x worse", and 0 means that there was none before."""
+    """The factor that divides an error, as text: 0.04 is "25 x worse", and 0 means that there was no error before."""
     if not gain:
-        return "nothing to gain"
+        return "no gain possible"
     return f"{gain:.3g} x better" if gain >= 1 else f"{1 / gain:.3g} x worse"

@@ -37,7 +37,7 @@ def headline(verdict: Verdict, verdicts: Sequence[Verdict]) -> str:
 
 
 def exit_code(verdict: Verdict, *, allow_undecided: bool) -> int:
-    """0 passed, 1 failed, 3 undecided, which `allow_undecided` makes 0."""
+    """0 passed, 1 failed, 3 undecided, or 0 with `allow_undecided`."""
     return {PASS: 0, FAIL: 1, UNDECIDED: 0 if allow_undecided else 3}[verdict]
 
 

@@ -27,7 +27,7 @@ from noisescope.findings.thresholds import (
 
 @dataclass(frozen=True)
 class Term:
-    """One reason of a risk score; points None where it could not be measured."""
+    """One term of a risk score; points are None if it could not be measured."""
 
     reason: str
     points: float | None
@@ -35,7 +35,7 @@ class Term:
 
 @dataclass(frozen=True)
 class Risk:
-    """A risk score with its level. Where a term is missing the score is a lower bound, and the level never LOW."""
+    """A risk score with its level. If a term is missing the score is a lower bound, and the level is never LOW."""
 
     name: RiskName
     score: float
@@ -51,7 +51,7 @@ _NAMES = {"mae": "MAE", "mape": "MAPE", "pearson": "correlation"}
 
 
 def higher_level(one: RiskLevel, other: RiskLevel) -> RiskLevel:
-    """The graver of two risk levels."""
+    """The more serious of two risk levels."""
     return max(one, other, key=LEVELS.index)
 
 
@@ -73,16 +73,18 @@ def report_risk(
         elif score is not None and score > LIMITS["critical_operator_score"]:
             terms.append(Term(f"critical operator: {operator}", REPORT_POINTS["critical operator"]))
     if not sensitivity_scores:
-        terms.append(Term("operators: not looked at", None))
+        terms.append(Term("operators: not measured", None))
     if avalanche_points is None:
-        terms.append(Term("avalanche points: not looked at", None))
+        terms.append(Term("avalanche points: not measured", None))
     elif avalanche_points:
         points = avalanche_points * REPORT_POINTS["avalanche point"]
         terms.append(Term(f"avalanche points: {avalanche_points}", points))
     if outlier_channels is None or not channels:
-        terms.append(Term("outlier channels: not looked at", None))
+        terms.append(Term("outlier channels: not measured", None))
     elif not 0 <= outlier_channels <= channels:
-        raise InvalidInput(f"{outlier_channels} outlier channels of {channels} can't be: give the real channel counts")
+        raise InvalidInput(
+            f"{outlier_channels} outlier channels of {channels} is impossible: give the actual channel counts"
+        )
     elif outlier_channels:
         percent = 100 * outlier_channels / channels
         points = percent * REPORT_POINTS["percent of outlier channels"]
@@ -137,7 +139,7 @@ class Assessment:
     def __str__(self) -> str:
         reasons = "; ".join(self.reasons)
         if self.level == NOT_MEASURABLE:
-            return f"NOT MEASURABLE - {reasons}, so the risk is not known"
+            return f"NOT MEASURABLE - {reasons}, so the risk is unknown"
         return f"{self.level} RISK - {self.meaning}" + (f" ({reasons})" if reasons else "")
 
 

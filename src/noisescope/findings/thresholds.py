@@ -11,7 +11,7 @@ from noisescope.estimate import Estimate
 
 NOT_MEASURABLE: Final = "not measurable"
 
-# Names of bands as types, for rows that are read back and for the JSON Schema; a test holds them to BANDS.
+# Names of bands as types, for rows that are read back and for the JSON Schema; a test keeps them in sync with BANDS.
 LossBand = Literal["LOW", "ROBUST", "MODERATE", "HIGH", "AVALANCHE", "CRITICAL", "not measurable"]  # of all rows
 ScoreBand = Literal["ROBUST", "MODERATE", "CRITICAL", "not measurable"]
 OutlierBand = Literal["NORMAL", "MODERATE", "HIGH", "CRITICAL", "not measurable"]
@@ -58,32 +58,32 @@ class Bands:
         for name, sign, limit, meaning in self.rows:
             if value < limit or (sign == "<=" and value == limit):
                 return name, meaning
-        raise AssertionError(f"{value} is no number")
+        raise AssertionError(f"{value} is not a number")
 
 
 # Shares are fractions (0.05 = 5 %), ratios are plain, SNR is in dB.
 BANDS: dict[str, Bands] = {
     "degradation": Bands.of(
         ("LOW", "<", 0.05, "fit for ordinary deployment"),
-        ("MODERATE", "<=", 0.1, "watch it; consider measures for this part alone"),
-        ("HIGH", "<=", 0.2, "act: more precision here, or training with noise"),
+        ("MODERATE", "<=", 0.1, "monitor it; consider fixes for this part only"),
+        ("HIGH", "<=", 0.2, "act: use more precision here, or train with noise"),
         ("CRITICAL", "<=", math.inf, "don't deploy before this is solved"),
     ),
     "window": Bands.of(  # the name "AVALANCHE" is the level; an avalanche point must stand out from its neighbours too
         ("ROBUST", "<", 0.05, "errors in these layers are absorbed"),
-        ("MODERATE", "<=", 0.1, "some of the error gets through"),
+        ("MODERATE", "<=", 0.1, "some of the error passes through"),
         ("HIGH", "<=", 0.15, "sensitive layers"),
         ("AVALANCHE", "<=", 0.2, "errors grow here: a bottleneck of the model"),
-        ("CRITICAL", "<=", math.inf, "errors grow here beyond a fifth of the score"),
+        ("CRITICAL", "<=", math.inf, "errors grow here to more than a fifth of the score"),
     ),
     "sensitivity_score": Bands.of(  # degradation / noise scale
-        ("ROBUST", "<", 1.5, "ordinary quantisation will do"),
+        ("ROBUST", "<", 1.5, "ordinary quantisation is enough"),
         ("MODERATE", "<=", 3.0, "monitor it in deployment"),
         ("CRITICAL", "<=", math.inf, "validate this operator on the hardware"),
     ),
     "outlier_ratio": Bands.of(  # largest channel / median channel; an outlier is strictly above 10
         ("NORMAL", "<=", 10.0, "no outlier channel"),
-        ("MODERATE", "<=", 20.0, "one scale per tensor may still do; monitor it"),
+        ("MODERATE", "<=", 20.0, "one scale per tensor may still be enough; monitor it"),
         ("HIGH", "<=", 50.0, "give each channel its own scale"),
         ("CRITICAL", "<=", math.inf, "move the range into the weights (SmoothQuant, alpha about 0.75)"),
     ),
@@ -91,7 +91,7 @@ BANDS: dict[str, Bands] = {
         ("POOR", "<", 5.0, "critically sensitive"),
         ("FAIR", "<", 10.0, "needs attention"),
         ("GOOD", "<=", 20.0, "acceptable"),
-        ("EXCELLENT", "<=", math.inf, "stands noise well"),
+        ("EXCELLENT", "<=", math.inf, "tolerates noise well"),
     ),
     "critical_threshold": Bands.of(  # the noise scale that costs 10 % of the score
         ("CRITICAL", "<", 0.02, "don't quantise this part"),
@@ -100,39 +100,39 @@ BANDS: dict[str, Bands] = {
         ("LOW", "<=", math.inf, "aggressive quantisation"),
     ),
     "snr_db": Bands.of(  # measured downstream, clean against noisy
-        ("POOR", "<", 20.0, "noise rules"),
-        ("FAIR", "<", 30.0, "noise shows; monitor it"),
+        ("POOR", "<", 20.0, "noise dominates"),
+        ("FAIR", "<", 30.0, "noise is visible; monitor it"),
         ("GOOD", "<=", 40.0, "the usual range"),
         ("EXCELLENT", "<=", math.inf, "noise hardly matters"),
     ),
     "gradient_ratio": Bands.of(  # norm with noise / norm without; 1 is best, so the bands mirror each other
-        ("CRITICAL", "<", 0.5, "noise rules the gradient"),
-        ("CONCERNING", "<", 0.7, "training takes another path"),
-        ("MODERATE", "<", 0.9, "visible and manageable"),
+        ("CRITICAL", "<", 0.5, "noise dominates the gradient"),
+        ("CONCERNING", "<", 0.7, "training may take a different path"),
+        ("MODERATE", "<", 0.9, "visible but manageable"),
         ("STABLE", "<=", 1.1, "gradients hardly change"),
-        ("MODERATE", "<=", 1.3, "visible and manageable"),
-        ("CONCERNING", "<=", 1.5, "training takes another path"),
-        ("CRITICAL", "<=", math.inf, "noise rules the gradient"),
+        ("MODERATE", "<=", 1.3, "visible but manageable"),
+        ("CONCERNING", "<=", 1.5, "training may take a different path"),
+        ("CRITICAL", "<=", math.inf, "noise dominates the gradient"),
     ),
     "sparsity": Bands.of(
-        ("DENSE", "<", 0.3, "most values count: expect more sensitivity"),
+        ("DENSE", "<", 0.3, "most values matter: expect more sensitivity"),
         ("MIXED", "<=", 0.7, "neither dense nor sparse"),
-        ("SPARSE", "<=", math.inf, "few values count: expect less"),
+        ("SPARSE", "<=", math.inf, "few values matter: expect less sensitivity"),
     ),
     "mae": Bands.of(
         ("NEGLIGIBLE", "<", 0.0001, "no practical difference"),
         ("ACCEPTABLE", "<=", 0.001, "good for most uses"),
-        ("NOTICEABLE", "<=", 0.01, "look into it"),
+        ("NOTICEABLE", "<=", 0.01, "investigate"),
         ("CRITICAL", "<=", math.inf, "the devices disagree"),
     ),
     "mape": Bands.of(
         ("EXCELLENT", "<", 0.01, "the devices agree"),
-        ("GOOD", "<=", 0.05, "as FP16 against BF16"),
+        ("GOOD", "<=", 0.05, "similar to FP16 against BF16"),
         ("MODERATE", "<=", 0.1, "they drift apart"),
         ("SIGNIFICANT", "<=", math.inf, "expect a loss of accuracy"),
     ),
     "pearson": Bands.of(
-        ("POOR", "<", 0.9, "no match: look into it"),
+        ("POOR", "<", 0.9, "no match: investigate"),
         ("MODERATE", "<", 0.95, "they drift apart"),
         ("GOOD", "<=", 0.99, "good agreement"),
         ("EXCELLENT", "<=", math.inf, "excellent match"),
@@ -144,8 +144,8 @@ BANDS: dict[str, Bands] = {
     ),
     "dashboard_risk": Bands.of(
         ("LOW", "<=", 30.0, "safe to deploy"),
-        ("MODERATE", "<=", 60.0, "needs measures first"),
-        ("HIGH", "<=", math.inf, "not advised for deployment"),
+        ("MODERATE", "<=", 60.0, "needs fixes first"),
+        ("HIGH", "<=", math.inf, "not recommended for deployment"),
     ),
 }
 
@@ -159,7 +159,7 @@ LIMITS: dict[str, float] = {
     "outlier_channel_ratio": 10.0,  # max / median of max, and mean / median of mean
     "outlier_quantile_ratio": 5.0,  # q99 / q50
     "outlier_fisher_quantile": 0.95,
-    "migration_mape": 0.05,  # first priority on new hardware; 0.10 will do for the second
+    "migration_mape": 0.05,  # first priority on new hardware; 0.10 suffices for the second
     "migration_mape_second": 0.10,
     "gate_degradation": 0.15,
     "gate_worse_than_baseline": 1.2,
@@ -246,12 +246,12 @@ def band_range(metric: str, estimate: Estimate) -> tuple[str, str]:
 
 
 def meaning(metric: str, value: float | None) -> str:
-    """What the band of this value means for the reader."""
+    """What the band of this value means, for the reader."""
     return _band(metric, value)[1]
 
 
 def as_expected(name: str, correlation: float | None) -> bool | None:
-    """Whether a correlation is what the notes expect; None where it could not be computed."""
+    """Whether a correlation is what the notes expect; None if it could not be computed."""
     if name not in EXPECTED_CORRELATIONS:
         raise unknown("correlation", name, EXPECTED_CORRELATIONS)
     if correlation is None or math.isnan(correlation):

@@ -1,1 +1,1 @@
-"""Locators: where a model computes wrongly, each with its own way of knowing."""
+"""Locators: methods that find where a model computes wrongly."""

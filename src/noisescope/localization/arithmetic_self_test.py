@@ -1,10 +1,13 @@
-"""A self-test of the device's elementwise arithmetic and copies, bit for bit against the host.
+"""Self-test of the device's elementwise arithmetic and copies, bit for bit against the host.
 
-Norms, activations, residual adds and rotations are made of these operations, and so are the inputs of a law: where a
-product is wrong, everything that multiplies is. So it comes first, and what alarms later may be its consequence. Each
-operation is called as models call it, by the ordinary torch functions and operators, on the shapes that this model has.
-IEEE arithmetic leaves nothing open: add, subtract, multiply and casts round correctly, and copies do not round. A
-quotient may be off by one unit in the last place, as some devices divide by a reciprocal.
+Norms, activations, residual adds and rotations are built from these operations, and so are the inputs of a law: if
+multiplication is wrong, everything that multiplies is wrong. The self-test therefore runs first, and later alarms may
+be its consequence.
+
+Each operation is called as models call it, through the ordinary torch functions and operators, on shapes that this
+model uses. IEEE arithmetic determines every result: add, subtract, multiply and casts round correctly, and copies do
+not round. A quotient may be off by one unit in the last place, because some devices divide by multiplying with a
+reciprocal.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ _MADE_OF_THEM = frozenset({"norm", "silu", "gelu", "residual", "embedding"})  # 
 
 @dataclass(frozen=True)
 class ArithmeticFault:
-    """One operation that the device gets wrong, where it is wrong by most."""
+    """One operation that the device computes wrongly, at its largest error."""
 
     operation: str
     shapes: tuple[str, ...]  # of those tried, such as "[B, T, C]"
@@ -119,7 +122,7 @@ OPERATIONS: Mapping[str, tuple[Operation, ...]] = {
 def self_test(
     device: torch.device | str, dtype: torch.dtype, *, width: int, heads: int, seed: int = 0
 ) -> list[ArithmeticFault]:
-    """Operations that the device gets wrong, on tensors of this width and number of heads, in the order tried."""
+    """Operations that the device computes wrongly, on tensors of this width and number of heads, in order."""
     found: dict[str, list[ArithmeticFault]] = {}
     generator = torch.Generator("cpu").manual_seed(seed)
     with torch.no_grad():
@@ -131,7 +134,7 @@ def self_test(
 
 
 def self_test_of(model: nn.Module, *, seed: int = 0) -> list[ArithmeticFault]:
-    """The self-test on each device that a model's parameters lie on, in the dtype they have there."""
+    """Run the self-test on every device that holds parameters of the model, in the dtype they have there."""
     plain = [p for p in model.parameters() if p.is_floating_point() and p.dtype.itemsize > 1 and not p.is_meta]
     kinds = {p.device: p.dtype for p in reversed(plain)}
     config = getattr(model, "config", None)
@@ -174,21 +177,21 @@ def _wrong(
             if fault is not None:
                 kind = str(dtype).removeprefix("torch.")
                 yield dataclasses.replace(fault, shapes=(shape_name,), dtypes=(kind,))
-                if name == COPY:  # then nothing can be said of the others
+                if name == COPY:  # then the others can't be tested
                     return
 
 
 def _numbers(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Of all mantissas, between 1/64 and 64 in size, so that no product or quotient leaves the range of float16."""
+    """Numbers with all mantissas, between 1/64 and 64 in size, so that no product or quotient overflows float16."""
     powers = torch.rand(shape, generator=generator, device="cpu") * 12 - 6
     signs = torch.randint(0, 2, shape, generator=generator, device="cpu") * 2 - 1
     return (torch.exp2(powers) * signs).to(dtype)
 
 
 def _compared(name: str, got: Tensor, expected: Tensor) -> ArithmeticFault | None:
-    """None where both are the same numbers; quotients may be one unit in the last place apart."""
+    """None if both are equal; quotients may differ by one unit in the last place."""
     if got.shape != expected.shape or got.dtype != expected.dtype:
-        effect = f"{tuple(got.shape)} {got.dtype} came back, {tuple(expected.shape)} {expected.dtype} was expected"
+        effect = f"{tuple(got.shape)} {got.dtype}, expected {tuple(expected.shape)} {expected.dtype}"
         judgement = Judgement({"exact": math.inf}, elements=expected.numel())
         return ArithmeticFault(name, (), (), effect, judgement, Pattern("unknown", 0.5, "another shape or dtype"))
     got, expected = (t.float() if t.dtype == torch.bool else t for t in (got, expected))
@@ -207,7 +210,7 @@ def _compared(name: str, got: Tensor, expected: Tensor) -> ArithmeticFault | Non
 
 
 def _effect(got: Tensor, expected: Tensor, off: Tensor) -> str:
-    """How wrong results differ from right ones, in a few words."""
+    """Describe in a few words how the wrong results differ from the correct ones."""
     ratio = got / expected
     middle = float(ratio.median())
     steady = bool(ratio.isfinite().all()) and float((ratio - middle).abs().median()) < 0.1 * abs(middle - 1)
@@ -216,11 +219,11 @@ def _effect(got: Tensor, expected: Tensor, off: Tensor) -> str:
     if steady and 0 < middle != 1:
         return f"{which} {100 * abs(middle - 1):.2g} % too {'large' if middle > 1 else 'small'}"
     gap = (got - expected).abs().nan_to_num(math.inf)
-    return f"{which} differ from the host's, by up to {float(gap.max()):.3g}"
+    return f"{which} differ from the host's by up to {float(gap.max()):.3g}"
 
 
 def _joined(faults: list[ArithmeticFault]) -> ArithmeticFault:
-    """Faults of one operation as one: the one with most wrong elements, with all shapes and dtypes."""
+    """Merge the faults of one operation: keep the one with the most wrong elements, with all shapes and dtypes."""
     worst = max(faults, key=lambda fault: fault.judgement.bad / max(1, fault.judgement.elements))
     shapes = tuple(dict.fromkeys(shape for fault in faults for shape in fault.shapes))
     dtypes = tuple(dict.fromkeys(dtype for fault in faults for dtype in fault.dtypes))
@@ -231,7 +234,7 @@ def _joined(faults: list[ArithmeticFault]) -> ArithmeticFault:
 
 
 def with_self_test(faults: Iterable[ArithmeticFault], suspects: Iterable[Suspect]) -> tuple[Suspect, ...]:
-    """Suspects of a locator after those of the self-test; what is made of wrong operations is called a consequence."""
+    """Put the self-test's suspects first, and mark later suspects that use a wrong operation as a consequence."""
     found = list(faults)
     names = " and ".join(fault.operation for fault in found)
     own = [_suspect(fault, number) for number, fault in enumerate(found)]
@@ -257,12 +260,12 @@ def _as_consequence(suspect: Suspect, operations: str) -> Suspect:
     site = suspect.site
     if not (site.operator in _MADE_OF_THEM or site.tensor == "input" or site.place == "rotary"):
         return suspect
-    evidence = f"{suspect.evidence}; likely a consequence of the device's {operations}"
+    evidence = f"{suspect.evidence}; probably caused by the device's {operations}"
     return dataclasses.replace(suspect, evidence=evidence, details={**suspect.details, "consequence_of": operations})
 
 
 def self_test_note(faults: list[ArithmeticFault]) -> str:
-    """What the self-test says, for a verdict's notes."""
+    """The result of the self-test, for the notes of a verdict."""
     if faults:
         return f"self-test of elementwise arithmetic: {'; '.join(str(fault) for fault in faults)}"
-    return f"self-test of elementwise arithmetic: {len(OPERATIONS)} kinds of operations are right bit for bit"
+    return f"self-test of elementwise arithmetic: {len(OPERATIONS)} kinds of operations match the host bit for bit"

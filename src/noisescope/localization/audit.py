@@ -1,15 +1,15 @@
-"""`audit`: every operator computed again on the host from its real inputs, and all code between operators run there.
+"""`audit`: recompute every operator on the host from its actual inputs, and run all code between operators there.
 
-Each call is recorded on the device with its inputs and outputs. An operator is computed again in float64 from copies of
-those inputs and of the weights; what differs by more than the round-off model allows (roundoff_floors.py, judge.py) is
-a suspect. Everything else, from the token ids to the logits that the caller gets, is the model's own code: it is run on
-the host with the operators' recorded results in it (host_twin.py), and must make what the device made of them. Each
-call is judged on what it was given, so errors do not accumulate from layer to layer, and the first that fails is the
-source.
+Each call on the device is recorded with its inputs and outputs. The host recomputes the operator in float64 from copies
+of those inputs and of the weights; a result that differs by more than the round-off model allows (roundoff_floors.py,
+judge.py) is a suspect. Everything else, from the token ids to the logits that the caller receives, is the model's own
+code. It runs on the host with the operators' recorded results (host_twin.py) and must produce what the device produced.
+Each call is checked on the inputs it received, so errors do not accumulate from layer to layer, and the first call that
+fails is the source.
 
-One batch; another one; the first again, which shows what is not repeatable and what remembers the batch before; the
-other again, with fused attention taken apart into its operators. Then other shapes, and decode steps with the model's
-cache. A few more forwards where a fault inside attention asks for them.
+The base run is one batch; a second batch; the first again, which shows what is not repeatable and what depends on the
+previous batch; and the second again, with fused attention decomposed into its operators. Then come other shapes, and
+decode steps with the model's cache. A fault inside attention costs a few more forwards.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from noisescope.sites import FUSED, Site
 
 _MOST_DEFERRED = max(1 << 30, host_memory() // 8)  # bytes of calls that wait: beyond that weights are copied again
 _AGAIN = 6  # repetitions of the first batch: cheap, since only what changes is judged, and rare faults need forwards
-_TRIES = 3  # forwards with attention taken apart in which a fault that comes and goes may show its operator
+_TRIES = 3  # forwards with attention decomposed, in which an intermittent fault may show its operator
 _FORMULAS = ("linear", "norm", "silu", "gelu", "embedding", "softmax", "matmul", "bmm", FUSED)
 
 
@@ -77,17 +77,17 @@ def audit(
     quick: bool = False,
     seed: int = 0,
 ) -> Verdict:
-    """Where a model computes wrongly, by recomputing each of its operators and running all other code on the host.
+    """Find where a model computes wrongly by recomputing each operator, and running all other code, on the host.
 
         verdict = audit(ns.load("path/to/model", device="cuda"))
         verdict.verdict, verdict.suspects[0].site, verdict.smallest_visible["linear"], verdict.coverage
 
     `inputs` are a batch (the model's arguments as a dict, or token ids), a list of batches, or a list of texts; by
-    default built-in text. `tokens`, `batch` and `decode` choose one shape instead of the built-in ones, `quick` leaves
-    all but the base batches out, `budget` are seconds after which no other shape is begun, and `repeat` runs the base
-    batch so many more times, for faults that come and go. Linears with more rows (tokens) than `rows` are sampled, and
-    their other rows checked by checksums. `seed` chooses text and samples. The model runs as it is, in this thread and
-    inside the scopes that are open; nothing of it is changed.
+    default built-in text. `tokens`, `batch` and `decode` select one shape instead of the built-in ones, and `quick`
+    runs only the base batches. `budget` is the number of seconds after which no further shape is started. `repeat` runs
+    the base batch that many more times, to catch intermittent faults. Linears with more rows (tokens) than `rows` are
+    sampled, and their other rows are checked by checksums. `seed` selects text and samples. The model runs unchanged,
+    in this thread and inside the open scopes.
     """
     if rows < 2:
         raise InvalidInput(f"rows must be at least 2, got {rows}")
@@ -115,7 +115,7 @@ def audit(
 def _remarks(subject: Subject | nn.Module, model: nn.Module, workloads: list[Workload]) -> list[str]:
     found = remarks(model, [workload.inputs for workload in workloads])
     if model is not (subject.model if isinstance(subject, Subject) else subject):
-        found.append("a compiled model is audited as it runs uncompiled: its own fused kernels are not judged")
+        found.append("the model is compiled, but the audit runs it uncompiled: its own fused kernels are not checked")
     return found
 
 
@@ -140,7 +140,9 @@ class AuditRun:
         self._twin: HostTwin | None = None
         self._no_twin = ""
         words = ", ".join(map(str, replaced_functions()))
-        log.remarks += [f"not as shipped, so that the host used the packages' own: {words}"] * bool(words)
+        log.remarks += [
+            f"patched at run time, so the host ran the code from the installed package instead: {words}"
+        ] * bool(words)
         self._has_short = False  # whether operators that can be driven were given sixteen bits
         try:
             with host_arithmetic():
@@ -153,7 +155,7 @@ class AuditRun:
         return JudgedModel(self.model, self.phases, self.not_run, read)
 
     def base(self, workload: Workload) -> None:
-        """Two batches of one shape, the first again after the second, and the second with attention taken apart."""
+        """Two batches of one shape, the first again after the second, and the second with attention decomposed."""
         first, other = workload.inputs, workload.other
         assert other is not None
         number = self.log.forwards
@@ -166,7 +168,7 @@ class AuditRun:
         self.phases.append(dataclasses.replace(workload.phase, steps=2 + self._again + bool(self._attention)))
 
     def workload(self, workload: Workload) -> None:
-        """A prefill and its decode steps; what the model can't run is named, unless the caller asked for it."""
+        """A prefill and its decode steps; shapes the model can't run are listed, unless the caller asked for them."""
         done: list[Batch] = []
 
         def forward(inputs: Batch) -> Any:
@@ -187,7 +189,7 @@ class AuditRun:
         self.not_run += [problem] * bool(problem)
 
     def judge_deferred(self) -> None:
-        """The calls of each operator in all forwards: its weight comes to the host once."""
+        """Check the calls of each operator in all forwards together, so that its weight is copied to the host once."""
         every = self._deferred.items()
         kept = [each for each in every if each[1].first is None or self.log.kept_its_weights(each[1].first)]
         tasks = [functools.partial(waiting.computed, self.log.rows.around(*waiting.ends)) for _, waiting in kept]
@@ -236,7 +238,7 @@ class AuditRun:
             self.judge_deferred()
 
     def inside_attention(self) -> None:
-        """Which operator inside a fused attention call that was wrong has the fault."""
+        """Find which operator inside a wrong fused attention call is faulty."""
         log = self.log
         for attempt in range(_TRIES):  # a fault that always shows is caught at once, if an operator inside has it
             for number, hidden in hidden_in_attention(log, passing_only=attempt > 0).items():
@@ -249,7 +251,7 @@ class AuditRun:
             self.judge_deferred()
 
     def drive(self, inputs: Batch, seed: int) -> None:
-        """16-bit norms, softmax and attention once more, with inputs that show what they do inside."""
+        """Call 16-bit norms, softmax and attention again, with inputs that reveal their internal arithmetic."""
         if self._twin is None or not self._has_short:
             return
         alarmed = self.log.settled()
@@ -327,7 +329,7 @@ class AuditRun:
                 if node.is_module and not node.by_formula:
                     self.log.judged.unknown(node, self._no_twin)
         else:
-            # Where attention was taken apart, its code did not run as it is written.
+            # Where attention was decomposed, its code did not run as written.
             written = [node for node in tree.nodes if not any(child.module in opened for child in node.children)]
             self._twin.follow(written, self.log.code)
         self.log.returned(tree.root, output)

@@ -1,8 +1,8 @@
-"""What an audit has found so far: alarms with their pattern, detection limits, what does not repeat, what was judged.
+"""The findings of an audit so far: alarms with their patterns, detection limits, non-repeatable calls, coverage.
 
-Also where NaN and infinity come from: the first output of a forward that holds any. All outputs before it were finite.
-So a call that was given finite numbers made them itself; where it was not, what lies before it did (a sum, the product
-of gate and up, a cache), and its input is named.
+The log also tracks where NaN and infinity come from: the first output of a forward that contains any. All outputs
+before it were finite. If that call's inputs were finite, the call itself produced them; otherwise the code before it
+did (a sum, the product of gate and up, a cache), and its input is named.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class AuditLog:
         self._count = 0
         self._patterns: Counter[int] = Counter()  # by forward
         self._calls: dict[Site, int] = {}  # of each site, in this forward
-        self._between: dict[tuple[Site, str, bytes], bytes] = {}  # what came where something else should have come
+        self._between: dict[tuple[Site, str, bytes], bytes] = {}  # what arrived where something else was expected
 
     # -- forwards
 
@@ -84,11 +84,11 @@ class AuditLog:
         self.nonfinite.next_pass()
 
     def leave_open(self, site: Site, reason: str) -> None:
-        """What could not be judged, and why: with any of it, no verdict is "healthy"."""
+        """Note something that could not be checked, and why. Any such entry rules out the verdict "healthy"."""
         self.unseen.setdefault(reason, set()).add(site)
 
     def forget(self, site: Site, before: Alarm | None) -> None:
-        """Back to the alarm of a site that there was before."""
+        """Restore the earlier alarm of a site."""
         self.alarms.pop(site, None)
         if before is not None:
             self.alarms[site] = before
@@ -96,12 +96,12 @@ class AuditLog:
     # -- calls
 
     def call(self, node: Node) -> bool:
-        """One call of an operator. False where no formula for it is known."""
+        """Check one operator call. False if no formula for it is known."""
         wanted = self.wanted(node)
         return wanted == NEVER or (wanted == IF_ALARMED and node.site("output") not in self.alarms) or self.again(node)
 
     def again(self, node: Node) -> bool:
-        """One call that is judged in any case. False where no formula for it is known."""
+        """Check one call unconditionally. False if no formula for it is known."""
         if isinstance(node.output, Tensor) and node.output.numel() == 0:  # an expert without tokens
             self.judged.add(node)
             return True
@@ -117,11 +117,11 @@ class AuditLog:
     def judge_call(
         self, node: Node, recomputed: Recomputed, judgement: Judgement | None = None, calls: Sequence[Node] = ()
     ) -> None:
-        """One call, or several that are judged as one; `judgement` where it was judged already."""
+        """Judge one call, or several calls merged into one; pass `judgement` if it was judged before."""
         self._count = node.order
         self.nonfinite.explain(node, recomputed)
         if not _any_finite(recomputed.y) and not _any_finite(recomputed.reference.values):
-            reason = "it gave no finite number, and neither does the host from the same inputs"
+            reason = "its output is not finite, and the host's result from the same inputs is not finite either"
             self.leave_open(node.site("output"), reason)
             return
         judgement = self._judge(node.site("output"), recomputed, node.order, node=node, judgement=judgement)
@@ -131,7 +131,7 @@ class AuditLog:
             self.judged.add(each) if judged else self.judged.unknown(each, too_coarse(bound))
 
     def code(self, node: Node, found: Comparison) -> None:
-        """What came of running a module's code on the host."""
+        """Record the result of running a module's code on the host."""
         self.nonfinite.compared(node, found)
         dtype = next((x.dtype for _, x in tensors_in(node.output) if x.is_floating_point()), None)
         if found.problem:
@@ -145,7 +145,9 @@ class AuditLog:
         self.limits.setdefault(_BETWEEN, DetectionLimit()).sites[node.site("output")] = (0.5, 0.0, 0.0)
         self.tests += found.compared
         for other in found.others:
-            self.leave_open(other.node.site(other.tensor), f"{other.words}: other code than its class's, or a fault")
+            self.leave_open(
+                other.node.site(other.tensor), f"{other.words}: it runs different code from its class, or it is faulty"
+            )
         seen: list[Difference] = []
         # One tensor may enter several modules (q, k and v). Rotary embeddings only ask for its dtype.
         for difference in sorted(found.differences, key=lambda each: each.node.unit.place == "rotary"):
@@ -154,7 +156,7 @@ class AuditLog:
                 self.difference(difference)
 
     def returned(self, root: Node, output: Any) -> None:
-        """What the caller got, after hooks on the model itself."""
+        """Check what the caller received, after hooks on the model itself."""
         given = dict(tensors_in(root.output))
         for path, tensor in tensors_in(output):
             recorded, got = given.get(path), on_host(tensor)
@@ -163,14 +165,14 @@ class AuditLog:
                 return
 
     def difference(self, found: Difference) -> None:
-        """A tensor between modules that is not what the code makes of what the operators gave."""
+        """Record a tensor between modules that differs from what the code computes from the operators' outputs."""
         # What a module only passes on was changed between the call that gave it and whoever gets it.
         passed_on = found.tensor == "output" and found.source is not None
         node, site = found.node, found.node.site("input" if passed_on else found.tensor)
         order = node.order if found.tensor == "input" else node.ended
         if found.got.shape != found.expected.shape:
             shapes = f"{list(found.got.shape)} in place of {list(found.expected.shape)}"
-            self.leave_open(site, f"its shape is {shapes}: other code than its class's, or a fault")
+            self.leave_open(site, f"its shape is {shapes}: it runs different code from its class, or it is faulty")
             return
         given = (site, found.path, _hash([found.expected]))
         if self._between.setdefault(given, now := _hash([found.got])) != now:
@@ -184,14 +186,14 @@ class AuditLog:
     def gradient(
         self, site: Site, found: Recomputed, judgement: Judgement, node: Node, about: About | None = None
     ) -> None:
-        """A gradient in a backward, judged by who knows how it is made."""
+        """Record a gradient of a backward pass, with its judgement."""
         self.tests += judgement.tests
         if not found.reference.exact:
             self.limits.setdefault(site.operator, DetectionLimit()).add(site, judgement)
         self._alarm(site, found, judgement, node.order, node=node, about=about)
 
     def wanted(self, node: Node) -> str:
-        """When a call is judged: in a repeated forward only where the output has changed, or was wrong before."""
+        """Whether to check a call: in a repeated forward, only if the output changed or was wrong before."""
         y, site = node.output, node.site("output")
         number = self._calls[site] = self._calls.get(site, 0) + 1
         if not (self._keep_hashes or self._repeated) or not isinstance(y, Tensor):
@@ -211,7 +213,7 @@ class AuditLog:
         return IF_ALARMED if before.output == now.output else ALWAYS
 
     def kept_its_weights(self, node: Node) -> bool:
-        """Whether a module's weights are those of the first forward: what it gave is judged by them later."""
+        """Whether a module's weights are unchanged since the first forward, because later checks rely on that."""
         site = node.site("output")
         before = self.hashes.get((site, 1))
         if before is None or before.weights == _weight_sums(node.callee):
@@ -221,20 +223,20 @@ class AuditLog:
 
     def _weights_changed(self, site: Site) -> None:
         weights = dataclasses.replace(site, tensor="weight")
-        self.leave_open(weights, "its weights changed between two forwards: a memory fault, or somebody's code")
+        self.leave_open(weights, "its weights changed between two forwards: a memory fault, or code that modifies them")
 
     def settled(self) -> frozenset[Site]:
-        """Sites whose alarms leave no doubt; of others, driving the operator may say more."""
+        """Sites whose alarms are conclusive; for the others, driving the operator may add evidence."""
         return frozenset(site for site, alarm in self.alarms.items() if alarm.judgement.strength > _DOUBTFUL)
 
     def explained(self, site: Site) -> None:
-        """A function that is wrong was called unseen in a module: what is wrong after it there is no other fault."""
+        """Whether a wrong function called inside a module already explains later errors in that module."""
         for other in [each for each in self.alarms if each.tensor == "input"]:
             if other.module.startswith(f"{site.module}."):
                 del self.alarms[other]
 
     def driven(self, site: Site, callee: Any, found: Driven, order: int) -> None:
-        """An operator that was called again with inputs made for it (driven_operators.py)."""
+        """Record an operator that was called again with synthetic inputs (driven_operators.py)."""
         self.tests += found.judgement.tests
         self.resolution.add_driven(_class_name(callee), found.recomputed.y.dtype, found.resolution)
         if found.judgement.alarm and site not in self.settled():
@@ -283,7 +285,7 @@ class AuditLog:
             self.made.setdefault(site, {}).setdefault(about.made, judgement.words)
         if not judgement.alarm or (before is not None and before.judgement.rank >= judgement.rank):
             return
-        pattern = Pattern("unknown", 0.0, "not looked into: too many alarms in one forward")
+        pattern = Pattern("unknown", 0.0, "not examined: too many alarms in one forward")
         forward = self.forwards if node is None else node.number
         if self._patterns[forward] < _MOST_PATTERNS:
             self._patterns[forward] += 1
@@ -311,9 +313,9 @@ class Alarm:
 
 @dataclass
 class DetectionLimit:
-    """The smallest errors that the tests of one kind of operator could have shown.
+    """The smallest errors that the tests of one kind of operator could have detected.
 
-    Of several calls of a site the most sensitive counts, of several sites the least.
+    Of several calls at a site the most sensitive counts; of several sites the least sensitive.
     """
 
     sites: dict[Site, tuple[float, float, float]] = field(default_factory=dict)  # element and mean in ulp, gain
@@ -324,7 +326,7 @@ class DetectionLimit:
         self.sites[site] = (min(before[0], now[0]), min(before[1], now[1]), min(before[2], now[2]))
 
     def to_dict(self) -> dict[str, Any]:
-        """None where nothing of the kind could be seen (the mean of one row), as JSON has no infinity."""
+        """As a dictionary, with None for what was undetectable (the mean of one row), because JSON has no infinity."""
         element, mean, gain = (max(found) for found in zip(*self.sites.values(), strict=True))
         rounded = {"element_ulp": round(element, 2), "mean_ulp": round(mean, 3), "gain": float(f"{gain:.2g}")}
         return {"sites": len(self.sites)} | {name: v if math.isfinite(v) else None for name, v in rounded.items()}
@@ -332,7 +334,7 @@ class DetectionLimit:
 
 @dataclass(frozen=True)
 class CallHash:
-    """A call by the hashes of its bits: the same inputs again must give the same output."""
+    """A call identified by hashes of its bits: the same inputs must give the same output."""
 
     given: bytes
     output: bytes
@@ -349,14 +351,14 @@ def _class_name(callee: Any) -> str:
 
 
 def _weight_sums(callee: Any) -> tuple[int, ...]:
-    """The bits of a module's own parameters, summed where they lie."""
+    """Sums of the bits of a module's own parameters, computed on their device."""
     own = callee._parameters.values() if isinstance(callee, nn.Module) else ()
     plain = [p.detach() for p in own if type(p) is nn.Parameter and not p.is_meta]
     return tuple(int(_words(p).sum(dtype=torch.int64)) for p in plain)
 
 
 def _words(x: Tensor) -> Tensor:
-    """The bits of a tensor, 64 at a time if that comes out even: sums of them wrap around, and still tell a change."""
+    """The bits of a tensor, as 64-bit words if the size allows: their sums wrap around but still show a change."""
     flat = x.flatten()
     return (
         flat.view(torch.int64) if flat.nbytes % 8 == 0 == flat.storage_offset() * flat.itemsize % 8 else bits_of(flat)

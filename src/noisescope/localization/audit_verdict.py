@@ -1,4 +1,4 @@
-"""The verdict of an audit, from what its log holds: suspects with their evidence, coverage, notes."""
+"""Builds the verdict of an audit from its log: suspects with evidence, coverage, notes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Kind = Callable[[Site], Hashable]
 
 @dataclass(frozen=True)
 class JudgedModel:
-    """The model that an audit ran, with the phases in which it did."""
+    """The audited model, with the phases that ran."""
 
     model: nn.Module
     phases: Sequence[Phase]
@@ -41,9 +41,9 @@ class JudgedModel:
 
 
 def conclude(log: AuditLog, judged: JudgedModel | None = None) -> Verdict:
-    """The verdict; without a model (a replay of a record) the coverage is left empty."""
+    """The verdict; without a model (a replay of a record) the coverage is empty."""
     if not log.limits:
-        raise NothingInjected("the model ran, but no operator of it was seen: see `noisescope inspect`")
+        raise NothingInjected("the model ran, but none of its operators was observed: see `noisescope inspect`")
     suspects = ranked(in_all_layers(tuple(suspects_of(log)), judged_sites(log), log.anatomy))
     unseen = tuple(dict.fromkeys(site for sites in log.unseen.values() for site in sites))
     coverage = Coverage() if judged is None else _coverage(log, judged)
@@ -101,15 +101,15 @@ def cells_of(log: AuditLog) -> Iterator[Cell]:
 
 
 def suspects_inside_attention(log: AuditLog) -> frozenset[str]:
-    """Attention modules of which an operator inside is under suspicion."""
+    """Attention modules that contain a suspect operator."""
     inside = (s for s in log.alarms if s.operator in _INSIDE and s.tensor == "output")
     return frozenset(site.module for site in inside if site.component == "attention")
 
 
 def hidden_in_attention(log: AuditLog, *, passing_only: bool) -> dict[int, frozenset[str]]:
-    """By batch, fused attention that was wrong there while no operator inside it was caught yet.
+    """Per batch, fused attention calls that were wrong although no operator inside has been identified yet.
 
-    `passing_only`: only where it is not wrong in the same way each time.
+    `passing_only` restricts this to calls that are not wrong in the same way every time.
     """
     inside = suspects_inside_attention(log)
     found: dict[int, frozenset[str]] = {}
@@ -124,7 +124,7 @@ def hidden_in_attention(log: AuditLog, *, passing_only: bool) -> dict[int, froze
 
 
 def suspects_of(log: AuditLog, *, backward: bool = False) -> Iterator[Suspect]:
-    """One for each call under suspicion, in the order of computation: a backward begins at the end."""
+    """One suspect for each suspicious call, in the order of computation; a backward pass starts at the end."""
     opened = suspects_inside_attention(log)
     fused = {site for site in log.alarms if site.operator == FUSED and site.tensor == "output"}
     alarms = [a for a in log.alarms.values() if a.site not in fused or a.site.module not in opened]
@@ -146,14 +146,14 @@ def _suspect(log: AuditLog, alarm: Alarm, rank: int) -> Suspect:
     certainty = 0.99 if strong else 0.9
     evidence = f"{judgement.words}; {pattern.text}" + (f"; in {alarm.phase}" if alarm.phase else "")
     if alarm.stale:
-        evidence += "; wrong elements hold what belongs to another call"
+        evidence += "; the wrong elements hold another call's values"
     elif unrepeatable and name != "noise":
-        evidence += "; not the same each time"
+        evidence += "; differs from run to run"
     if "made_as" in pattern.details:
-        evidence += f"; should be {pattern.details['made_as']}"
+        evidence += f"; expected: {pattern.details['made_as']}"
     others = [(made, words) for made, words in log.made.get(alarm.site, {}).items() if made not in evidence]
     for made, words in others[:_MOST_OTHERS]:  # a wrong cache spoils keys and values
-        evidence += f"; nor is {made} ({words})"
+        evidence += f"; also wrong: {made} ({words})"
     details = {
         "test": judgement.test,
         "strength": judgement.strength if math.isfinite(judgement.strength) else "exact",
@@ -188,7 +188,7 @@ def judged_sites(log: AuditLog) -> frozenset[Site]:
 
 
 def _unrepeatable(log: AuditLog, site: Site) -> bool:
-    """The same input gave another output, at the operator itself or at the fused call that holds it."""
+    """Whether the same input gave a different output, at the operator or at the fused call that contains it."""
     fused = {s.module for s in log.unrepeatable if s.operator == FUSED}
     return site in log.unrepeatable or (site.operator in _INSIDE and site.module in fused)
 
@@ -197,10 +197,10 @@ def _unrepeatable(log: AuditLog, site: Site) -> bool:
 
 
 def in_all_layers(suspects: Sequence[Suspect], judged: Iterable[Site], anatomy: Anatomy) -> tuple[Suspect, ...]:
-    """Suspects of one operator with one class in nearly all layers as one; the others as they are.
+    """Merge suspects of one operator and class that occur in nearly all layers.
 
-    First all calls of an operator (every linear), then those of one role (every q_proj). What is wrong in a few places
-    alone is never joined, so a fault of one layer keeps its place.
+    First all calls of an operator (every linear), then all calls of one role (every q_proj). Errors in only a few
+    places are never merged, so a fault in one layer keeps its place.
     """
     known = {*judged, *(suspect.site for suspect in suspects)}
     for kind in (_by_operator, lambda site: (*_by_operator(site), _role(site, anatomy))):
@@ -267,25 +267,27 @@ def _notes(log: AuditLog) -> Iterator[str]:
     yield from log.remarks
     if log.nonfinite.origin is not None:
         origin = log.nonfinite.origin
-        yield f"NaN or infinity first arises at {origin.site}: {_cause(log, origin)}"
+        yield f"NaN or infinity first appears at {origin.site}: {_cause(log, origin)}"
     for reason, sites in log.unseen.items():
         first = min(sites, key=lambda site: place_order(site.place))
         more = f" and {len(sites) - 1} more" if len(sites) > 1 else ""
-        yield f"not decided: {first}{more}: {reason}"
+        yield f"undecided: {first}{more}: {reason}"
     if log.hashes and not log.compared:
-        yield "no operator had the same inputs twice: what does not repeat was not judged"
+        yield "no operator received the same inputs twice, so repeatability was not checked"
     quiet = {site for site in log.unrepeatable if site not in log.alarms}
     if quiet:
         yield f"{len(quiet)} operators differ from run to run, within the round-off floor"
     if log.checksums:
-        yield f"{log.checksums} rows of linears were checked by checksums, which show errors above about 14 ulp"
+        yield (
+            f"{log.checksums} output rows of linears were checked by checksum, which detects errors above about 14 ulp"
+        )
     if operand_bits() < 24:
-        yield "float32 products may be shortened here (TF32): their floor is wider"
+        yield "this device may compute float32 products in reduced precision (TF32), so their detection limit is higher"
 
 
 def _cause(log: AuditLog, origin: Origin) -> str:
-    """Why it is not finite: a fault, an overflow, or open."""
+    """Why a value is not finite: a fault, an overflow, or unknown."""
     here = (origin.site.place, origin.site.module)
     if any((a.site.place, a.site.module) == here and a.judgement.nonfinite for a in log.alarms.values()):
-        return f"a fault, for from the same inputs the host's result is finite and within {origin.dtype}'s range"
-    return origin.why or "how it is made is not known here, so that it may be an overflow or a fault"
+        return f"a fault: from the same inputs the host's result is finite and within the range of {origin.dtype}"
+    return origin.why or "noisescope has no formula for it, so it may be an overflow or a fault"

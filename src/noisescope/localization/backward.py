@@ -1,13 +1,14 @@
-"""`backward`: the gradients of a model, audited against the host's vector-Jacobian products.
+"""`backward`: audit a model's gradients against the host's vector-Jacobian products.
 
-Micro-batches run forward and backward on the device, as in training with accumulation. For each call the host has what
-it was given and the gradient of what it gave, and computes from these what gradient it has to send back, to its inputs
-and to its weights (gradient_formulas.py; other code under autograd, gradient_twin.py). Each call is judged on the
-gradient that really reached it, so errors do not accumulate, and the one that fails is the source. Then `.grad` must
-be what the micro-batches sent, added up in its dtype.
+Micro-batches run forward and backward on the device, as in training with gradient accumulation. For each call the host
+has the inputs and the gradient of the output. From these it computes the gradients that the call must return for its
+inputs and weights (gradient_formulas.py; other code runs under autograd, gradient_twin.py). Each call is checked on the
+gradient it received, so errors do not accumulate, and the call that fails is the source. Finally, `.grad` must equal
+the sum over micro-batches in its dtype.
 
-A backward keeps much: so it runs several times, each time for some blocks, whose calls and gradients go to the host.
-The model runs in evaluation mode; the caller's `.grad`, `requires_grad`, modes and random state are left as they were.
+A backward pass keeps a lot of memory, so it runs several times, each time for some blocks whose calls and gradients are
+copied to the host. The model runs in evaluation mode; the caller's `.grad`, `requires_grad`, modes and random state are
+restored.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass
 class BackwardAudit:
-    """What was found, and what ran; `reason` where nothing could."""
+    """The findings of a backward audit and what ran; `reason` says why nothing could run."""
 
     model: nn.Module
     log: AuditLog
@@ -57,7 +58,7 @@ class BackwardAudit:
 
     @property
     def passes(self) -> int:
-        """Forwards with a backward."""
+        """Number of forward and backward passes."""
         return self.log.forwards
 
 
@@ -70,7 +71,7 @@ def audit_backward(
     rows: int = 64,
     seed: int = 0,
 ) -> BackwardAudit:
-    """Gradients of a loss on micro-batches: cross entropy of next tokens, or a fixed sum of outputs without logits."""
+    """Audit the gradients of a loss on micro-batches: next-token cross entropy, or a fixed sum of outputs."""
     model, tokenizer, anatomy = parts_of(subject)
     shape = {"tokens": tokens, "batch": batch, "decode": None if tokens is None and batch is None else 0}
     quick = tokens is None and batch is None
@@ -97,7 +98,7 @@ def audit_backward(
 
 
 class _NoGradient(Exception):
-    """The model gave nothing that can be differentiated."""
+    """The model returned nothing that can be differentiated."""
 
 
 def _obstacle(model: nn.Module) -> str:
@@ -112,27 +113,27 @@ def _obstacle(model: nn.Module) -> str:
         if p.is_meta:
             return f"{name} is offloaded"
     if any(p.is_inference() for _, p in parameters):
-        return "the weights were made in inference mode and have no gradient"
+        return "the weights were created in inference mode and have no gradient"
     packed = next((name for name, m in model.named_modules() if _is_packed(m)), None)
     return "" if packed is None else f"the weights are quantised ({packed}) and have no gradient"
 
 
 def _is_packed(module: nn.Module) -> bool:
-    """A linear that keeps whole numbers in buffers, as packers of checkpoints do."""
+    """Whether a linear stores integers in buffers, as quantised checkpoints do."""
     buffers = [b for b in module._buffers.values() if b is not None and b.dim() > 1]
     return "linear" in type(module).__name__.lower() and any(not b.is_floating_point() for b in buffers)
 
 
 @dataclass(frozen=True)
 class _Group:
-    """Modules whose gradients are judged in one pass, and those that are only watched, as parts of others' code."""
+    """Modules whose gradients are checked in one pass, and modules that are only recorded as parts of others' code."""
 
     judged: frozenset[str]
     watched: frozenset[str]
 
 
 class BackwardRun:
-    """Passes over the same micro-batches, each for some modules."""
+    """Passes over the same micro-batches, each for some of the modules."""
 
     def __init__(self, model: nn.Module, anatomy: Anatomy, log: AuditLog, batches: Sequence[Batch], phase: str) -> None:
         self.model, self.log, self.batches, self.phase = model, log, batches, phase
@@ -144,7 +145,7 @@ class BackwardRun:
         with host_arithmetic():
             self._twin = GradientTwin(model)
         if any(p._post_accumulate_grad_hooks for p in model.parameters()):
-            self.notes.append("backward: what runs after gradients are accumulated (hooks on parameters) was left out")
+            self.notes.append("backward: hooks on parameters that run after gradient accumulation were not run")
 
     def all_groups(self) -> None:
         inside = frozenset(name for block in self._blocks for name in self._within(block) if name != block)
@@ -161,7 +162,7 @@ class BackwardRun:
         return (name for name in self._names if name == block or name.startswith(f"{block}."))
 
     def _pass(self, group: _Group) -> int:
-        """All micro-batches, with gradients of the group's parameters; how many bytes were held at most."""
+        """Run all micro-batches with gradients for the group's parameters; returns the peak number of bytes held."""
         owners: dict[int, set[str]] = {}
         for name, module in self.model.named_modules():
             for p in module._parameters.values():
@@ -180,14 +181,14 @@ class BackwardRun:
                     if "" in group.judged:
                         judge.loss(calls, functools.partial(loss_of, batch=batch))
                 held = max(held, calls.nbytes() + sum(p.nbytes for p in whole))
-        for p in own:  # where others than the group's modules use it, its gradient has parts that are not known here
+        for p in own:  # if modules outside the group use it, parts of its gradient are unknown here
             self.parameters[id(p)] = judge.parameters.get(id(p), Share(0, 0))
             if owners[id(p)] - group.judged:
                 self.parameters[id(p)] = Share(0, p.numel())
         return held
 
     def _first_parameters(self) -> Iterator[nn.Parameter]:
-        """Those that the data meets first: with their gradients, there is one in every call behind them."""
+        """The parameters the data reaches first: if they require gradients, so does every call after them."""
         first = [unit.module for unit in self._anatomy.units if unit.place == "embed"] or list(self._blocks[:1])
         for name in first:
             yield from self.model.get_submodule(name).parameters()
@@ -217,9 +218,9 @@ class BackwardRun:
 
 
 def loss_of(output: Any, batch: Batch) -> Tensor | None:
-    """Cross entropy of next tokens, summed; of an output without a vocabulary a fixed sum of its first numbers.
+    """Summed next-token cross entropy; for an output without a vocabulary, a fixed sum of its first numbers.
 
-    The first token follows the last: otherwise the last position had no gradient, and a fault there could not show.
+    The first token follows the last, so that the last position has a gradient too and a fault there is visible.
     """
     ids: Any = batch.get("decoder_input_ids", batch.get("input_ids"))
     logits = output["logits"] if isinstance(output, dict) and "logits" in output else first_floating(output)

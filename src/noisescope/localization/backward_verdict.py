@@ -1,4 +1,4 @@
-"""The verdict of a forward audit with that of the backward: suspects, coverage and limits, each by its phase."""
+"""Combines the verdicts of a forward and a backward audit: suspects, coverage and limits by phase."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FORWARDS = 3  # that a forward with its backward costs
 
 
 def with_backward(forward: Verdict, found: BackwardAudit) -> Verdict:
-    """Suspects of the forward come first: a gradient may be wrong because of them."""
+    """Forward suspects come first, because they may be the cause of a wrong gradient."""
     coverage = forward.coverage
     if found.reason:
         not_run = (*coverage.not_run, f"backward: {found.reason}")
@@ -49,7 +49,7 @@ def _coverage(forward: Coverage, found: BackwardAudit) -> Coverage:
         not_judged=tuple(_not_judged(open_ones, found)),
     )
     cells = [dataclasses.replace(cell, operator=f"{cell.operator}, {BACKWARD}") for cell in cells_of(found.log)]
-    shapes = "backward: other shapes than this one, padding, dropout: the model runs in evaluation mode"
+    shapes = "backward: other shapes, padding and dropout (the model runs in evaluation mode)"
     return dataclasses.replace(
         forward,
         phases=(*forward.phases, *found.phases),

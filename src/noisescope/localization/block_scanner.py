@@ -1,4 +1,4 @@
-"""What the local scans read at every block of a model, all of it in a few forwards.
+"""Measures what the local scans need at every block of a model, in a few forwards.
 
 At the blocks of one forward (x is a block's input, y its output, d = y - x):
 
@@ -42,7 +42,7 @@ _FLOOR = 1e-12
 
 @dataclass(frozen=True)
 class Failure:
-    """A block in which something is not what its code makes of what its modules gave."""
+    """A block whose output differs from what its code computes from its modules' outputs."""
 
     layer: int
     code: str  # its class
@@ -51,7 +51,7 @@ class Failure:
 
 @dataclass
 class Readings:
-    """All numbers, by scan and layer."""
+    """All measured values, by scan and layer."""
 
     profiles: dict[str, dict[int, list[float]]] = field(default_factory=lambda: {name: {} for name in PROFILES})
     instability: dict[int, float] = field(default_factory=dict)
@@ -63,7 +63,7 @@ class Readings:
 
 
 class Scanner:
-    """Looks at one model, a forward at a time."""
+    """Scans one model, one forward at a time."""
 
     def __init__(self, model: nn.Module, anatomy: Anatomy, *, which: frozenset[str], seed: int) -> None:
         self.model = model
@@ -79,7 +79,10 @@ class Scanner:
         self._again = False  # inside a block that is called once more
 
     def run(self, batch: dict[str, Any], *, repeated: bool = False) -> None:
-        """One forward; a repeated one is compared with the one before, and its profiles are not read again."""
+        """Run one forward.
+
+        A repeated forward is compared with the previous one and its profiles are not measured again.
+        """
         self._first, self._seen = not repeated, set()
 
         def scan() -> None:
@@ -93,7 +96,7 @@ class Scanner:
         self.results.forwards += 1 + (self._first and "gain" in self.which)  # the blocks are called once more
 
     def _bookkeeping(self, calls: list[BlockFlow]) -> None:
-        """The code of each block on the host, around what its modules gave."""
+        """Run each block's code on the host, with its modules' recorded outputs."""
         for flow in calls:
             layer = int(flow.unit.place)
             self.results.elements += flow.output.numel()
@@ -162,14 +165,14 @@ class Scanner:
 
 
 def kurtosis(h: Tensor) -> float:
-    """mean d^4 / (mean d^2)^2 of all elements: 3 for normal ones."""
+    """mean d^4 / (mean d^2)^2 over all elements: 3 for a normal distribution."""
     d = h.flatten() - h.mean()
     variance = float(d.square().mean())
     return float(d.pow(4).mean()) / variance**2 if variance > 0 else 1.0
 
 
 def pile_up(h: Tensor) -> float:
-    """By how many standard errors the outermost bin of a histogram has more than its third and fourth; larger side."""
+    """Excess of a histogram's outermost bin over its third and fourth, in standard errors; the larger side counts."""
     flat = h.flatten()
     low, high = float(flat.min()), float(flat.max())
     if low == high:
@@ -180,7 +183,7 @@ def pile_up(h: Tensor) -> float:
 
 
 def mean_shift(x: Tensor, y: Tensor) -> float:
-    """Median of y - x in units of its spread: medians, since a few massive channels rule any mean."""
+    """Median of y - x in units of its spread. Medians are used because a few massive channels dominate any mean."""
     d = (y - x).flatten()
     middle = d.median()
     spread = 1.4826 * float((d - middle).abs().median())
@@ -188,5 +191,5 @@ def mean_shift(x: Tensor, y: Tensor) -> float:
 
 
 def _wide(h: Tensor) -> Tensor:
-    """float64, and finite: what is not finite is bookkeeping's business."""
+    """As float64, with non-finite values removed: the bookkeeping scan handles those."""
     return h.double().nan_to_num(0.0, posinf=0.0, neginf=0.0)

@@ -1,7 +1,7 @@
-"""One forward of the model under test as a tree of calls: every module, and the functions that are operators.
+"""One forward of the model under test as a tree of calls: every module, and every function that is an operator.
 
-Tensors are copied to the host when a call begins and when it ends, so that what is changed in between shows. The tree
-is what the host twin (host_twin.py) is compared with.
+Tensors are copied to the host when a call starts and when it ends, so in-place changes are visible. The host twin
+(host_twin.py) is compared with this tree.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NAMES = {ATTENTION: FUSED, EXPERTS: "linear", ROUTER: "linear", ROTARY: "matmul
 
 @dataclass
 class Node:
-    """One call: of a module as a whole, or of a function inside one."""
+    """One call, of a module or of a function inside one."""
 
     unit: Unit
     operator: str
@@ -67,7 +67,7 @@ class Node:
 
 
 class CallTree:
-    """Collects the nodes of one forward, from `watch`'s reports before and after each call."""
+    """Collects the nodes of one forward from the callbacks of `watch` before and after each call."""
 
     def __init__(self, states: HostStates, phase: str = "", number: int = 0) -> None:
         self._phase, self._number = phase, number
@@ -85,7 +85,7 @@ class CallTree:
 
     @property
     def running(self) -> Node:
-        """The innermost call that has begun and not ended."""
+        """The innermost call that has started but not ended."""
         return self._open[-1]
 
     def begin(self, call: RecordedCall) -> None:
@@ -104,7 +104,7 @@ class CallTree:
         self._events += 1
 
     def chosen(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """A choice that the code of the module that runs now has made."""
+        """Record a choice made by the code of the running module."""
         if not self._open:
             return
         parent = self._open[-1]
@@ -130,7 +130,7 @@ class CallTree:
 
 
 class ChoiceCalls(TorchFunctionMode):
-    """Records sorts and choices of the largest in a tree: of equal numbers each device may put another first."""
+    """Records sort and top-k calls in a tree: devices may order equal numbers differently."""
 
     def __init__(self, tree: CallTree) -> None:
         super().__init__()
@@ -144,12 +144,12 @@ class ChoiceCalls(TorchFunctionMode):
 
 
 def _version(x: Tensor) -> int:
-    """How often a tensor was written to; tensors of inference mode do not count."""
+    """How often a tensor was written to; inference-mode tensors do not count writes."""
     return 0 if x.is_inference() else x._version
 
 
 def can_be_stacked(node: Node) -> bool:
-    """Whether calls of this operator can be judged as one call: a module that treats the rows of one tensor alike."""
+    """Whether calls of this operator can be checked as one: the module must treat all rows of one tensor alike."""
     if not node.is_module or node.operator not in ("linear", "norm", "silu", "gelu", "embedding"):
         return False
     plain = len(node.args) == 1 and not node.kwargs and isinstance(node.output, Tensor)
@@ -160,7 +160,7 @@ def can_be_stacked(node: Node) -> bool:
 
 
 def stacked(nodes: list[Node]) -> Node:
-    """Calls of one module as one, row after row."""
+    """Several calls of one module merged into one, row after row."""
     first = nodes[0]
     x = [node.args[0] if node.operator == "embedding" else node.args[0].flatten(0, -2) for node in nodes]
     rows = torch.cat([each.flatten() for each in x] if first.operator == "embedding" else x)
@@ -169,7 +169,7 @@ def stacked(nodes: list[Node]) -> Node:
 
 
 def with_whole_modules(model: nn.Module, anatomy: Anatomy) -> Anatomy:
-    """The anatomy with every module that is no operator as a unit of its own, so that its calls are reported whole."""
+    """The anatomy with every module that is not an operator added as a unit, so that its calls are reported."""
     places: dict[str, Place] = {}
     kinds: dict[str, str] = {}
     for unit in anatomy.units:
@@ -188,7 +188,7 @@ def with_whole_modules(model: nn.Module, anatomy: Anatomy) -> Anatomy:
 
 
 def _place(name: str, blocks: dict[str, int], places: dict[str, Place]) -> Place:
-    """The block that holds a module; outside the blocks, the last place in the order of data that the module holds."""
+    """The block that contains a module; outside the blocks, the last place in data order that the module contains."""
     parts = name.split(".")
     for length in range(len(parts), 0, -1):
         block = blocks.get(".".join(parts[:length]))
@@ -199,7 +199,7 @@ def _place(name: str, blocks: dict[str, int], places: dict[str, Place]) -> Place
 
 
 class Judged:
-    """Which modules and calls were judged, and why others were not."""
+    """Which modules and calls were checked, and why others were not."""
 
     def __init__(self) -> None:
         self.modules: set[str] = set()
@@ -220,7 +220,7 @@ class Judged:
         self._count(node, judged=False)
 
     def reason(self, module: str) -> str:
-        """Why a module was not judged, or not in every phase; "" where it was."""
+        """Why a module was not checked, or not in every phase; "" if it was."""
         found = self.reasons.get(module)
         if not found:
             return ""
@@ -234,7 +234,7 @@ class Judged:
 
 
 def multiply_adds(node: Node) -> float:
-    """Of a product: of a linear, of the products inside attention, of a fused attention call."""
+    """Multiply-adds of a linear, of the products inside attention, or of a fused attention call."""
     y = node.output
     if not isinstance(y, Tensor) or node.operator not in ("linear", "matmul", "bmm", FUSED):
         return 0.0

@@ -1,4 +1,4 @@
-"""Weights in memory against the checkpoint that they were loaded from, bit for bit after the cast of loading."""
+"""Compares the weights in memory with the checkpoint they were loaded from, bit for bit after the loading cast."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ class _Wrong:
 
 
 def held_tensors(model: nn.Module) -> dict[str, tuple[str, Tensor]]:
-    """Parameters and persistent buffers: (path, tensor) by the names that they have without adapters."""
+    """Parameters and persistent buffers, (path, tensor), by their names without adapters."""
     held = model.state_dict(keep_vars=True).items()
     return {name.replace(ADAPTED, ""): (name, tensor) for name, tensor in held if isinstance(tensor, Tensor)}
 
 
 def compare_weights(model: Any, stored: Stored, *, loaded: bool) -> WeightsCompared:
-    """All that a checkpoint holds of a model; `loaded`: by `load`, so that nobody had a reason to change it since."""
+    """Compare every tensor of a checkpoint with the model; a model `loaded` by `load` should not have changed."""
     held = held_tensors(model)
     same: set[int] = set()
     wrong: dict[int, _Wrong] = {}
@@ -96,7 +96,7 @@ def _no_comparison(model: Any, path: str, tensor: Tensor, stored: Tensor) -> str
     if tensor.device.type == "meta":
         return "offloaded"
     if tensor.shape != stored.shape:
-        return "of another shape than in the checkpoint"
+        return "shape differs from the checkpoint"
     if vars(model.base_model).get("layers_are_rescaled") is True:  # RWKV halves weights in place while it runs
         return "rescaled by the model itself"
     merged = ADAPTED in path and getattr(model.get_submodule(path.split(ADAPTED)[0]), "merged", False) is True
@@ -104,7 +104,7 @@ def _no_comparison(model: Any, path: str, tensor: Tensor, stored: Tensor) -> str
 
 
 def _names_of_others(stored: Stored, left: Sequence[_Wrong]) -> dict[int, str]:
-    """Which of the wrong tensors hold the numbers that the checkpoint has under another name."""
+    """Which of the wrong tensors hold the numbers that the checkpoint stores under another name."""
     hosts = {id(each.tensor): each.tensor.detach().cpu() for each in left if each.difference.dense}
     found: dict[int, str] = {}
     for name, tensor in stored() if hosts else ():
@@ -122,9 +122,9 @@ def _are_many(wrong: Iterable[_Wrong], matrices: int) -> bool:
 def _unexplained(
     left: list[_Wrong], others: dict[int, str], matrices: int, *, loaded: bool
 ) -> tuple[list[_Wrong], tuple[str, ...]]:
-    """What training, merging or a cast does not explain; and notes on the rest.
+    """Differences that training, merging or a cast does not explain, and notes on the others.
 
-    A model loaded by `load` is as it was stored, unless most of it changed all over; one that was wrapped may have been
+    A model loaded by `load` should be as stored, unless most of it changed everywhere; a wrapped model may have been
     edited in any way.
     """
     notes: list[str] = []
@@ -135,7 +135,7 @@ def _unexplained(
         left = [each for each in left if not each.difference.rounded]
     edited = [each for each in left if each.difference.dense and id(each.tensor) not in others] if loaded else left
     if _are_many(edited, matrices):
-        notes.append(f"{len(edited)} tensors differ from the checkpoint: the model was trained or edited since")
+        notes.append(f"{len(edited)} tensors differ from the checkpoint: the model was trained or edited after loading")
         left = [each for each in left if each not in edited]
     return left, tuple(notes)
 

@@ -1,7 +1,6 @@
-"""The class of a fault from the pattern of its errors: which elements, which channels, which bits, along what.
+"""Infers the class of a fault from the pattern of its errors: the elements, channels, bits and direction.
 
-Patterns are asked in an order in which the narrow ones come first: a value stuck at a limit is also a spike, and every
-fault is also an unknown one.
+Narrow patterns are tried first: a value stuck at a limit is also a spike, and every fault also matches "unknown".
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def classify(evidence: Evidence) -> Pattern:
 
 
 def is_stale(evidence: Evidence, other: Evidence) -> bool:
-    """Whether the wrong elements of one call hold what belongs to another call, which is right there itself or not."""
+    """Whether the wrong elements of one call hold the values of another call."""
     if evidence.y.shape[1] != other.y.shape[1]:
         return False
     if not torch.equal(evidence.index, other.index):  # of the rows that both have
@@ -64,21 +63,25 @@ def _nan_to_zero(e: Evidence) -> Pattern | None:
         return None
     values = e.y[lost].abs()
     whole = ((values == 0) | (values >= e.form.largest)).double().mean()
-    return Pattern("nan to zero", 0.95, f"{int(lost.sum())} results should not be finite") if whole > _MOST else None
+    return (
+        Pattern("nan to zero", 0.95, f"{int(lost.sum())} results are finite but should not be")
+        if whole > _MOST
+        else None
+    )
 
 
 def _cut_off(e: Evidence) -> Pattern | None:
-    """An activation that is 0 or its input where its gate is nearly closed or open."""
+    """An activation that returns 0, or its input, where its gate is nearly closed or open."""
     if e.operator not in ("silu", "gelu") or e.x is None or not bool(e.bad.any()):
         return None
     given, x = e.y[e.bad], e.x[e.bad]
     cut = torch.where(x < 0, given == 0, given == x)
     limit = float(x.abs().min())
-    return Pattern("function table", 0.9, f"0 or its input beyond +-{limit:.3g}") if bool(cut.all()) else None
+    return Pattern("function table", 0.9, f"0 or equal to its input beyond +-{limit:.3g}") if bool(cut.all()) else None
 
 
 def _dead_zone(e: Evidence) -> Pattern | None:
-    """Zeros where the value is below a limit, and none of the values above it is wrong."""
+    """Zeros where the value is below a limit, and all values above it are correct."""
     if not bool(e.bad.any()) or not bool((e.y[e.bad] == 0).all()):
         return None
     inside = e.columns
@@ -95,8 +98,8 @@ def _dead_zone(e: Evidence) -> Pattern | None:
     else:  # no sign to tell them apart: a dead zone is a share of the largest value, what is flushed is next to nothing
         flushed = limit < _DEAD_SHARE * float(e.values[inside & e.fits].abs().max())
     if flushed or limit <= 2.0**e.form.least:
-        return Pattern("flush to zero", 0.9, f"values below {limit:.3g} are 0 and keep their sign")
-    return Pattern("dead zone", 0.9, f"values below {limit:.3g} are 0, those above are right")
+        return Pattern("flush to zero", 0.9, f"values below {limit:.3g} are flushed to 0 and keep their sign")
+    return Pattern("dead zone", 0.9, f"values below {limit:.3g} are zeroed, larger values are correct")
 
 
 def _dead_lane(e: Evidence) -> Pattern | None:
@@ -113,7 +116,7 @@ def _dead_lane(e: Evidence) -> Pattern | None:
 
 
 def _saturation(e: Evidence) -> Pattern | None:
-    """The wrong ones all lie at +-t, t is the largest there is, and they should be larger."""
+    """All wrong elements are +-t, t is the largest value present, and they should be larger."""
     if not bool(e.bad.any()):
         return None
     given, wanted = e.y[e.bad].abs(), e.values[e.bad].abs()
@@ -122,11 +125,11 @@ def _saturation(e: Evidence) -> Pattern | None:
     tied = (given == top) & (wanted > given) & (e.y[e.bad].sign() == e.values[e.bad].sign())
     if float(tied.double().mean()) < _MOST or top == 0:
         return None
-    return Pattern("saturation", 0.95, f"{int(tied.sum())} values that should be larger lie at +-{top:.6g}")
+    return Pattern("saturation", 0.95, f"{int(tied.sum())} values that should be larger are clipped to +-{top:.6g}")
 
 
 def _stuck_bit(e: Evidence) -> Pattern | None:
-    """One bit that never changes in the channels concerned, and turning it over mends the wrong elements."""
+    """One bit that never changes in the affected channels, and flipping it corrects the wrong elements."""
     constant = e.constant_bits()
     low = [bit for bit, value in constant if value == 0]
     run = 0
@@ -141,13 +144,13 @@ def _stuck_bit(e: Evidence) -> Pattern | None:
 
 
 def _short(e: Evidence, run: int) -> Pattern:
-    """A short mantissa: cut off at the end (toward zero), or kept short while a sum was made (to nearest, and more)."""
+    """A short mantissa: truncated at the end (toward zero), or kept short during summation (to nearest, and more)."""
     inside = e.columns & e.fits & (e.values != 0)
     error = (e.error * e.values.sign() / e.form.ulp(e.values))[inside] / 2**run
     text = f"the lowest {run} bits of the mantissa are always 0"
     toward_zero = float(error.clamp(-1.5, 1.5).mean()) < -0.25
     if e.operator in (*PRODUCTS, "attention") and not toward_zero:
-        return Pattern("accumulation", 0.8, f"{text}, and the errors are as of sums that were kept so short")
+        return Pattern("accumulation", 0.8, f"{text}, and the errors match sums accumulated in that many bits")
     return Pattern("truncation", 0.9, text)
 
 
@@ -165,12 +168,12 @@ def _swapped(e: Evidence) -> Pattern | None:
     if len(partners) < 0.9 * len(columns):
         return None
     a, b = next(iter(partners.items()))
-    text = f"{len(partners)} channels hold what belongs to another (channel {a} that of {b})"
+    text = f"{len(partners)} channels hold another channel's values (channel {a} holds those of {b})"
     return Pattern("swapped channels", 0.95, text, tuple(sorted(partners)))
 
 
 def _rounding(e: Evidence) -> Pattern | None:
-    """Errors within one ulp, half an ulp off on average: along the sign, or along +1."""
+    """Errors within one ulp, half an ulp on average, away from zero or upward."""
     ulp = e.form.ulp(e.values)
     inside = e.columns & e.fits & (e.values != 0)
     error = (e.error / ulp)[inside]
@@ -187,19 +190,19 @@ def _rounding(e: Evidence) -> Pattern | None:
         mode = "toward zero" if along < 0 else "away from zero"
     else:
         mode = "down" if offset < 0 else "up"
-    return Pattern("rounding mode", 0.9, f"rounded {mode}: {along:+.2f} ulp along the sign, {offset:+.2f} along +1")
+    return Pattern("rounding mode", 0.9, f"rounded {mode}: {along:+.2f} ulp away from zero, {offset:+.2f} ulp upward")
 
 
 def _not_finite(e: Evidence) -> Pattern | None:
-    """NaN or infinity where a number belongs: what made it can't be read from it."""
+    """NaN or infinity where a number is expected; the pattern does not show the cause."""
     nonfinite = int((e.bad & ~e.y.isfinite()).sum())
     if nonfinite == 0 or nonfinite < _MOST * int(e.bad.sum()):
         return None
-    return Pattern("unknown", 0.3, f"{nonfinite} results are NaN or infinite where a finite number belongs")
+    return Pattern("unknown", 0.3, f"{nonfinite} results are NaN or infinite but should be finite")
 
 
 def _spike(e: Evidence) -> Pattern | None:
-    """A few wrong elements among right ones."""
+    """A few wrong elements among correct ones."""
     count = int(e.bad.sum())
     if count == 0:
         return None
@@ -209,7 +212,9 @@ def _spike(e: Evidence) -> Pattern | None:
     if share > _SPARSE or not healthy:
         return None
     height = float((e.error[e.bad].abs() / e.scale).nan_to_num(posinf=1e30).median())
-    return Pattern("spike", 0.9, f"{count} elements are off, by {height:.3g} times the output's rms, the rest is right")
+    return Pattern(
+        "spike", 0.9, f"{count} elements are wrong by {height:.3g} times the output's rms; the rest are correct"
+    )
 
 
 def _bias(e: Evidence) -> Pattern | None:
@@ -232,7 +237,7 @@ def _gain(e: Evidence) -> Pattern | None:
 
 
 def _row_gain(e: Evidence) -> Pattern | None:
-    """A factor of each row's own: a normaliser, or the reciprocal root of a norm."""
+    """Each row scaled by its own factor: a softmax normaliser, or the rsqrt of a norm."""
     if e.operator not in ("softmax", "norm") or int(e.columns[0].sum()) < 3:
         return None
     weight = e.weights()
@@ -241,16 +246,20 @@ def _row_gain(e: Evidence) -> Pattern | None:
         return None
     if e.operator == "softmax":
         return Pattern(
-            "accumulation", 0.7, "each row has a factor of its own, as a short sum of its exponentials gives"
+            "accumulation",
+            0.7,
+            "each row is scaled by its own factor, as when the sum of exponentials is accumulated in too few bits",
         )
-    return Pattern("function table", 0.8, "each row has a factor of its own, as a table for the reciprocal root gives")
+    return Pattern(
+        "function table", 0.8, "each row is scaled by its own factor, as when rsqrt comes from a coarse table"
+    )
 
 
 # -- rows
 
 
 def _moved(e: Evidence) -> Pattern | None:
-    """Rows that hold what belongs to another row of the same output."""
+    """Rows that hold the values of another row of the same output."""
     wrong = e.bad.any(1)
     found = moved_rows(e.y, e.values, e.limit, wrong) if bool(wrong.any()) else {}
     if not found:
@@ -258,23 +267,23 @@ def _moved(e: Evidence) -> Pattern | None:
     here, there = (e.places[torch.tensor(list(rows))] for rows in (found, found.values()))
     other = here.head != there.head  # repeated heads are alike, so that some rows find themselves in another
     if bool(other.all()) or (bool(other.any()) and torch.equal(here.token, there.token)):
-        text = f"head {int(here.head[0])} holds what belongs to head {int(there.head[0])}"
+        text = f"head {int(here.head[0])} holds the values of head {int(there.head[0])}"
         return Pattern("swapped channels", 0.8, text, row_words=row_words(wrong, e.places))
     unit = "token" if here.tokens else "row"
     steps = (there.token - here.token)[here.sequence == there.sequence]
     if len(steps) == len(found) and bool((steps == steps[0]).all()):
-        text = f"each holds what belongs to the {unit} {abs(int(steps[0]))} {'before' if steps[0] < 0 else 'after'} it"
+        text = f"each holds the values of the {unit} {abs(int(steps[0]))} {'before' if steps[0] < 0 else 'after'} it"
     else:
         first, second = (
             f"{unit} {int(p.token[0])}" + (f" of sequence {int(p.sequence[0])}" if p.shape[0] > 1 else "")
             for p in (here, there)
         )
-        text = f"rows hold what belongs to others ({first} that of {second})"
+        text = f"rows hold the values of other rows ({first} holds those of {second})"
     return Pattern("stale data", 0.9, text, details={"also": "rows"}, row_words=row_words(wrong, e.places))
 
 
 def _region(e: Evidence) -> Pattern | None:
-    """Some rows are wrong and all others right; inside, the same patterns are asked for."""
+    """Some rows are wrong and all others correct; the same patterns are tried inside that region."""
     said = (e.bad | (e.columns & (e.values != 0))).any(1)  # where a mask hides all, a row is right whatever happens
     region = find_region(e.loud[said], e.bad[said], e.healthy_rows[said], e.places[said])
     if region is None:
@@ -296,7 +305,7 @@ def _region(e: Evidence) -> Pattern | None:
 
 
 def _inside(part: Evidence, region: Region) -> Pattern | None:
-    """The class of what happens in a region, where it is clear."""
+    """The class of the errors inside a region, if it is clear."""
     box = part.y[:, slice(*region.channels)]
     if bool((box == box[0, 0]).all()):
         return Pattern("dead lane", 0.9, f"all {float(box[0, 0]):.4g}")

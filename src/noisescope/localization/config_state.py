@@ -1,6 +1,6 @@
-"""A model's buffers and attributes against those that its own class makes anew from its config.
+"""Compares a model's buffers and attributes with those that its class creates from the config.
 
-The model is built again on the meta device, which costs no memory; buffers that no checkpoint holds (rotary
+The model is built again on the meta device, which uses no memory. Buffers that are not in the checkpoint (rotary
 frequencies, scales) are then computed on the host by the class's own initialisation. Models without a config are
 compared block by block instead.
 """
@@ -42,7 +42,7 @@ _CLASSES = {
 
 
 def fresh_model(model: Any) -> tuple[Any, str]:
-    """The model that its config describes, on the meta device but for its buffers; the second is what went wrong."""
+    """The model built from its config on the meta device, with real buffers; the second value is the error, if any."""
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), torch.no_grad():
         warnings.simplefilter("ignore")
         try:
@@ -63,7 +63,7 @@ def fresh_model(model: Any) -> tuple[Any, str]:
 
 
 def _unset(buffer: Tensor) -> float:
-    """What no initialisation leaves in a buffer; booleans have no such value, and are not compared."""
+    """A value that no initialisation leaves in a buffer; booleans have none and are not compared."""
     if buffer.is_floating_point() or buffer.is_complex():
         return math.nan
     return 0 if buffer.dtype == torch.bool else torch.iinfo(buffer.dtype).min or torch.iinfo(buffer.dtype).max
@@ -73,9 +73,9 @@ def _unset(buffer: Tensor) -> float:
 
 
 def compare_buffers(model: nn.Module, fresh: nn.Module, *, was_cast: Mapping[torch.dtype, bool]) -> Compared:
-    """Buffers that no checkpoint holds, each against the one computed on the host.
+    """Compare buffers that are not in the checkpoint with those computed on the host.
 
-    `was_cast`: dtypes that the whole model may have been cast to and back, so that rounded buffers are no fault.
+    `was_cast` lists dtypes that the whole model may have been cast to and back, so rounded buffers are not faults.
     """
     others = dict(fresh.named_modules())
     faults: list[StateFault] = []
@@ -100,14 +100,14 @@ def compare_buffers(model: nn.Module, fresh: nn.Module, *, was_cast: Mapping[tor
 
 def _no_comparison(module: nn.Module, found: Tensor, expected: Tensor | None) -> str:
     if expected is None:
-        return "not among the buffers that the config gives"
+        return "the model built from the config has no such buffer"
     kinds: Any = vars(module).get("rope_type", "")
     if any(kind in _CHANGING for kind in (kinds.values() if isinstance(kinds, dict) else [kinds])):
-        return "follows the length of the text"
+        return "depends on the sequence length"
     if found.shape != expected.shape or found.device.type == "meta":
-        return "of another shape or offloaded"
+        return "different shape, or offloaded"
     unset = expected.isnan() if expected.is_floating_point() or expected.is_complex() else expected == _unset(expected)
-    return "no code of the class computes it anew" if expected.dtype == torch.bool or bool(unset.any()) else ""
+    return "the class has no code that recomputes it" if expected.dtype == torch.bool or bool(unset.any()) else ""
 
 
 def _buffer_faults(
@@ -118,7 +118,7 @@ def _buffer_faults(
         return
     kind = "position" if "inv_freq" in name or "rotary" in path.lower() else "unknown"
     if not found.is_floating_point():
-        yield StateFault(path, f"the buffer {name} is not the one that the config gives", kind)
+        yield StateFault(path, f"the buffer {name} differs from the one built from the config", kind)
         return
     # Devices compute powers and quotients to an ulp or two, and a cast to 16 bits may then go either way.
     eps = torch.finfo(found.dtype).eps
@@ -128,18 +128,18 @@ def _buffer_faults(
     rounded = {kind: wanted.to(kind).to(found.dtype) for kind in was_cast if eps < 1e-5}
     short = [kind for kind, value in rounded.items() if torch.allclose(found, value, rtol=8 * eps, atol=0)]
     if short:
-        words = f"the buffer {name} is {found.dtype} with numbers rounded to {short[0]}".replace("torch.", "")
+        words = f"the buffer {name} is {found.dtype} but its values are rounded to {short[0]}".replace("torch.", "")
         yield StateFault(path, words, "truncation", sure=not any(was_cast[kind] for kind in short))
         return
     worst = float((gap / wanted.double().abs().clamp_min(1e-30)).nan_to_num(torch.inf).max())
-    yield StateFault(path, f"the buffer {name} differs from the one that the config gives by up to {worst:.2g}", kind)
+    yield StateFault(path, f"the buffer {name} differs from the one built from the config by up to {worst:.2g}", kind)
 
 
 # -- attributes
 
 
 def compare_attributes(model: nn.Module, fresh: nn.Module) -> Compared:
-    """Plain attributes and activation classes of each module against those that the config gives."""
+    """Compare plain attributes and activation classes of each module with those that the config gives."""
     others = dict(fresh.named_modules())
     in_order = _layers_in_order(model)  # as they still are where layers were taken out
     classes = {base for module in fresh.modules() for base in type(module).__mro__}
@@ -164,12 +164,14 @@ def compare_attributes(model: nn.Module, fresh: nn.Module) -> Compared:
                 sure = not _is_dropout(module, name) and not (name == "layer_idx" and in_order)
                 words = f"the attribute {name} is {here[name]!r}; the config gives {there[name]!r}"
                 faults.append(StateFault(path, words, _CLASSES.get(name, "unknown"), sure=sure))
-    notes = [f"{words} in {count} modules: judged by its own code, not by the config's" for words, count in own.items()]
+    notes = [
+        f"{words} in {count} modules: checked against its own code, not the config's" for words, count in own.items()
+    ]
     return Compared((*faults, *_untied(model, fresh)), compared, notes=tuple(notes))
 
 
 def _functions_for_modules(path: str, module: nn.Module, other: nn.Module) -> Iterator[StateFault]:
-    """Submodules that somebody has replaced by plain functions, which nothing can watch."""
+    """Submodules that were replaced by plain functions, which noisescope can't observe."""
     for name in other._modules:
         if name in vars(module) and callable(vars(module)[name]):
             words = f"{name} is a plain {type(vars(module)[name]).__name__}; the config gives a module"
@@ -177,7 +179,7 @@ def _functions_for_modules(path: str, module: nn.Module, other: nn.Module) -> It
 
 
 def _untied(model: Any, fresh: Any) -> Iterator[StateFault]:
-    """An output embedding that the class ties to the input's, and that holds other numbers."""
+    """An output embedding that the class ties to the input embedding but that holds different numbers."""
     made = [getattr(each, "weight", None) for each in (fresh.get_input_embeddings(), fresh.get_output_embeddings())]
     if made[0] is None or made[0] is not made[1]:
         return
@@ -189,12 +191,12 @@ def _untied(model: Any, fresh: Any) -> Iterator[StateFault]:
     if not same_bits(first, last):
         path = next(name for name, module in model.named_modules() if module is model.get_output_embeddings())
         rows = tuple((first != last).any(-1).nonzero().flatten().tolist())
-        words = f"the config ties its weight to the input embedding's, and {len(rows)} of its {len(first)} rows differ"
+        words = f"the config ties its weight to the input embedding, but {len(rows)} of its {len(first)} rows differ"
         yield StateFault(path, words, "stale data", channels=rows[:64])
 
 
 def _layers_in_order(model: nn.Module) -> bool:
-    """Whether each block has one layer index, and they rise from block to block of a stack."""
+    """Whether each block has one layer index and the indices increase from block to block of a stack."""
     stacks: dict[str, dict[str, set[int]]] = {}
     for path, module in model.named_modules():
         index = vars(module).get("layer_idx")
@@ -209,7 +211,7 @@ def _layers_in_order(model: nn.Module) -> bool:
 
 @functools.cache
 def _set_while_running(kind: type) -> frozenset[str]:
-    """Attributes that methods of a class other than its constructor set: what they hold depends on what ran."""
+    """Attributes set by methods other than the constructor, whose values depend on what ran."""
     if kind.__module__.partition(".")[0] in ("torch", "builtins") or kind.__name__ == "PreTrainedModel":
         return frozenset()
     methods = [inspect.unwrap(each) for name, each in vars(kind).items() if callable(each) and name != "__init__"]
@@ -218,7 +220,7 @@ def _set_while_running(kind: type) -> frozenset[str]:
 
 
 def plain_attributes(module: nn.Module) -> dict[str, Any]:
-    """A module's own numbers, words and dtypes, but for those of no effect."""
+    """A module's own numbers, strings and dtypes, except those without effect."""
     return {
         name: value
         for name, value in vars(module).items()
@@ -231,12 +233,12 @@ def _both_nan(one: Any, other: Any) -> bool:
 
 
 def _is_dropout(module: nn.Module, name: str) -> bool:
-    """Dropout is off in evaluation."""
+    """Whether the module is dropout, which is off in evaluation."""
     return "drop" in name.lower() or "dropout" in type(module).__name__.lower()
 
 
 def _activation_fault(path: str, module: nn.Module, other: nn.Module) -> Iterator[StateFault]:
-    """Another function where the config names one; other classes are replaced on purpose (adapters, quantisers)."""
+    """An activation function other than the config's; other classes are replaced on purpose (adapters, quantisers)."""
     known = ("torch.nn.modules.activation", "transformers.activations")
     if type(module).__module__ in known and type(other).__module__ in known:
         words = f"the activation is {type(module).__name__}; the config gives {type(other).__name__}"
@@ -244,7 +246,7 @@ def _activation_fault(path: str, module: nn.Module, other: nn.Module) -> Iterato
 
 
 def odd_ones_out(model: nn.Module, blocks: tuple[str, ...]) -> Compared:
-    """Attributes that one block alone has otherwise than all its fellows, of which there are at least 2."""
+    """Attributes in which a single block differs from all other blocks, of which there must be at least 2."""
     faults: list[StateFault] = []
     compared = 0
     modules = dict(model.named_modules())

@@ -1,4 +1,4 @@
-"""What a verdict looked at: the phases and shapes that ran, the shares that were judged, and what was not, by name."""
+"""What a verdict covers: the phases and shapes that ran, the share checked, and what was not checked, by name."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from noisescope.sites import Place
 
 BACKWARD = "backward"
 SHOWN = 3  # shapes named in a headline
-ENOUGH = 0.95  # of modules, of parameters and of multiply-adds, each: less than that is no plain "healthy"
+ENOUGH = 0.95  # of modules, of parameters and of multiply-adds, each: the least for a plain "healthy"
 
 
 @dataclass(frozen=True)
 class Phase:
-    """Forwards of one shape: a prefill, or the decode steps that follow one with the model's cache."""
+    """Forwards of one shape: a prefill, or the decode steps that follow it with the model's cache."""
 
     kind: str  # "prefill", "decode" or BACKWARD; "images" where there are no tokens
     batch: int
     tokens: int  # of each sequence; in decode those in the cache before the first step
     steps: int = 1  # forwards
     padding: str = ""  # "left" or "right"
-    encoded: bool = False  # with made-up states of an encoder, which cross attention reads
+    encoded: bool = False  # with synthetic encoder states, which cross attention reads
 
     def __str__(self) -> str:
         padded = f", {self.padding} padding" if self.padding else ""
@@ -41,7 +41,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Share:
-    """A part of a whole: modules, parameters or multiply-adds."""
+    """A share of modules, parameters or multiply-adds."""
 
     judged: float
     total: float
@@ -56,7 +56,7 @@ class Share:
 
 @dataclass(frozen=True)
 class NotJudged:
-    """A class of modules that ran, or should have, and that nothing could judge."""
+    """A class of modules that could not be checked."""
 
     module_class: str
     modules: tuple[str, ...]
@@ -72,7 +72,7 @@ class NotJudged:
 
 @dataclass(frozen=True)
 class BackwardCoverage:
-    """What was judged of the gradients."""
+    """How much of the gradients was checked."""
 
     modules: Share
     parameters: Share
@@ -91,7 +91,7 @@ class BackwardCoverage:
 
 @dataclass(frozen=True)
 class Cell:
-    """An operator at a place: how many of its modules or calls were judged."""
+    """An operator at a place, with how many of its modules or calls were checked."""
 
     place: Place
     operator: str
@@ -101,7 +101,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Coverage:
-    """What ran and what was judged."""
+    """What ran and what was checked."""
 
     phases: tuple[Phase, ...] = ()
     not_run: tuple[str, ...] = ()  # phases and shapes, with the reason
@@ -113,11 +113,11 @@ class Coverage:
     resolution: tuple[Resolution, ...] = ()  # how small an error of each class of modules was judged
     state: str = ""  # what was compared in the model's memory, and what was not
     backward: BackwardCoverage | None = None  # where gradients were audited
-    repeated: int = 1  # forwards of the same input, in all of which a fault that comes and goes had its chance
+    repeated: int = 1  # forwards of the same input, each of which an intermittent fault could have hit
 
     @property
     def measured(self) -> bool:
-        """Whether the method counts what it judged; those that compare outputs alone do not."""
+        """Whether the method counts what it checks; methods that only compare outputs do not."""
         return self.modules.total > 0
 
     @property
@@ -127,12 +127,12 @@ class Coverage:
 
     @property
     def enough(self) -> bool:
-        """Whether a plain "healthy" may be said of it."""
+        """Whether the coverage suffices for a plain "healthy"."""
         return self.smallest_share >= ENOUGH
 
     @property
     def excluded_rate(self) -> float:
-        """A fault that hits a forward by chance more often than this would have shown, with 95 % confidence."""
+        """Intermittent faults that hit a larger share of forwards than this are excluded with 95 % confidence."""
         forwards = sum(phase.steps for phase in self.phases if phase.kind != BACKWARD) + self.repeated - 1
         return 1.0 if forwards < 1 else 1 - 0.05 ** (1 / forwards)
 
@@ -149,7 +149,7 @@ class Coverage:
         parts = [f"prefill ({_some(prefill)})"] if prefill else []
         parts += [f"batches of images ({_some(images)})"] if images else []
         parts += [kind for kind in ("decode", BACKWARD) if any(phase.kind == kind for phase in self.phases)]
-        *first, last = parts or ["the forwards that were run"]
+        *first, last = parts or ["the forwards that ran"]
         return f"{', '.join(first)} and {last}" if first else last
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""Tensors between modules that are not what the model's code makes of the operators' results: judged, and in words.
+"""Checks and describes tensors between modules that differ from what the model's code computes.
 
-Also where NaN and infinity come from: the first output of a forward that holds any.
+Also traces NaN and infinity to the first output of a forward that contains any.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _SHUT = 1e4  # what a mask adds is below the negative of it, in every dtype
 
 @dataclass(frozen=True)
 class About:
-    """What the data flow says of a wrong tensor: how it should be made, and a class that follows from where it goes."""
+    """How a wrong tensor should have been computed, and a fault class implied by where it is used."""
 
     made: str
     hint: Pattern | None = None
 
     def refine(self, pattern: Pattern) -> Pattern:
-        """The hint counts where the numbers say less, or only which elements are wrong."""
+        """Use the hint if the numbers are less specific, or show only which elements are wrong."""
         found = pattern
         less = pattern.fault_class in _PLACES_ONLY
         if self.hint is not None and (less or self.hint.confidence > pattern.confidence):
@@ -58,25 +58,27 @@ class About:
 
 def about_difference(found: Difference) -> About:
     node, what = found.node, _meaning(found)
-    made = f"{what or found.tensor} of {node.module or 'the model'} as {type(found.inside.callee).__name__} makes it"
+    made = f"{what or found.tensor} of {node.module or 'the model'} as {type(found.inside.callee).__name__} computes it"
     if found.source is not None:
-        made += f", which is what {found.source.module} gave"
+        made += f", which is the output of {found.source.module}"
     elif found.before is not None and found.before is not node:
         made += f" after {found.before.module}"
     hint = None
     if what == "mask":
-        hint = Pattern("mask", 0.95, "attention is given another mask than the model's code makes")
+        hint = Pattern("mask", 0.95, "attention receives a mask that differs from the one the model's code builds")
     elif not found.got.is_floating_point():
-        hint = Pattern("unknown", 1.0, "other indices than the code chooses")
+        hint = Pattern("unknown", 1.0, "the indices differ from those the code selects")
     elif what in ("keys", "queries") and _rotated(found):
-        hint = Pattern("position", 0.8, f"{what} keep their length and point elsewhere, as with other angles")
+        hint = Pattern(
+            "position", 0.8, f"{what} have the right norm but the wrong direction, as with wrong rotary angles"
+        )
     elif what in ("keys", "values") and _facing(found.got, found).shape[-2] > _queries(node):
-        hint = Pattern("stale data", 0.7, f"cached {what} are not what was written")
+        hint = Pattern("stale data", 0.7, f"cached {what} differ from what was written")
     return About(made, hint)
 
 
 def _meaning(found: Difference) -> str:
-    """Queries, keys, values or the mask, where the tensor is one of them."""
+    """Whether the tensor is the queries, keys, values or mask of an attention call."""
     node = found.node
     if "mask" in found.path or (node.operator == "softmax" and _mask_differs(found)):
         return "mask"
@@ -88,24 +90,24 @@ def _meaning(found: Difference) -> str:
 
 
 def _mask_differs(found: Difference) -> bool:
-    """Whether what enters a softmax differs only where one of both is shut out."""
+    """Whether the input of a softmax differs only where one of the two is masked out."""
     off = differing(found.got, found.expected)
     return bool((torch.minimum(found.got, found.expected)[off] < -_SHUT).all())
 
 
 def _facing(x: Tensor, found: Difference) -> Tensor:
-    """Keys as rows of their channels: a product gets them turned over."""
+    """Keys with channels in the last dimension: a product receives them transposed."""
     return x.transpose(-1, -2) if found.node.operator in ("matmul", "bmm") and _meaning(found) == "keys" else x
 
 
 def _queries(node: Node) -> int:
-    """How many tokens an attention call asks for."""
+    """How many query tokens an attention call has."""
     query = next((x for _, x in tensors_in((node.args, node.kwargs))), None)
     return 0 if query is None else query.shape[-2]
 
 
 def _rotated(found: Difference) -> bool:
-    """Whether the wrong rows have the norm that they should have."""
+    """Whether the wrong rows have the correct norm."""
     got, expected = _facing(found.got, found).double(), _facing(found.expected, found).double()
     off = differing(got, expected).any(-1)
     a, b = got.norm(dim=-1)[off], expected.norm(dim=-1)[off]
@@ -118,7 +120,7 @@ def same_difference(one: Difference, other: Difference) -> bool:
 
 
 def as_recomputed(found: Difference) -> Recomputed:
-    """The difference as rows and channels; masks of booleans and indices as numbers."""
+    """The difference as rows and channels; boolean masks and indices as numbers."""
     got, expected = _facing(found.got, found), _facing(found.expected, found).double()
     limit = None if found.limit is None else _facing(found.limit, found)
     lead = tuple(got.shape[:-1])
@@ -142,7 +144,7 @@ def as_recomputed(found: Difference) -> Recomputed:
 
 
 def judge_within(recomputed: Recomputed) -> Judgement:
-    """Elements against their limits; means and bits of such code have no known null."""
+    """Check elements against their limits; means and bits of such code have no known null distribution."""
     y, reference = recomputed.y.double(), recomputed.reference
     limit = 2 * reference.bound
     error = (y - reference.values).abs()
@@ -166,7 +168,7 @@ def judge_within(recomputed: Recomputed) -> Judgement:
 
 @dataclass(frozen=True)
 class BlockFlow:
-    """One call of a block, and what its code makes on the host of what its modules gave."""
+    """One call of a block, and what its code computes on the host from its modules' outputs."""
 
     unit: Unit
     output: Tensor
@@ -175,7 +177,7 @@ class BlockFlow:
 
 
 def flow_in_blocks(model: nn.Module, anatomy: Anatomy, run: Callable[[], Any]) -> list[BlockFlow]:
-    """Every call of a block while `run` runs the model, in the order of the calls."""
+    """Every call of a block while `run` runs the model, in call order."""
     states, found = HostStates(), list[BlockFlow]()
     tree = CallTree(states)
     everything = with_whole_modules(model, anatomy)
@@ -200,7 +202,7 @@ def flow_in_blocks(model: nn.Module, anatomy: Anatomy, run: Callable[[], Any]) -
 
 @dataclass(frozen=True)
 class Origin:
-    """The first place where NaN or infinity is seen."""
+    """The first place where NaN or infinity appears."""
 
     site: Site
     dtype: str
@@ -209,11 +211,11 @@ class Origin:
 
     @property
     def overflow(self) -> str:
-        return f"an overflow of {self.dtype}, whose largest number is {self.largest:.5g}, and no fault"
+        return f"an overflow of {self.dtype} (largest value {self.largest:.5g}), not a fault"
 
 
 class NonFiniteOrigin:
-    """Watches the outputs of one audit's forwards."""
+    """Observes the outputs of an audit's forwards for NaN and infinity."""
 
     def __init__(self) -> None:
         self.origin: Origin | None = None
@@ -224,7 +226,7 @@ class NonFiniteOrigin:
         self._seen = False
 
     def see(self, node: Node) -> None:
-        """A call that has ended: is its output where they arise?"""
+        """Check whether a finished call is where they first appear."""
         y = first_floating(node.output)
         if self._seen or y is None or _all_finite(y):
             return
@@ -238,20 +240,23 @@ class NonFiniteOrigin:
         self._node = node
 
     def explain(self, node: Node, recomputed: Recomputed) -> None:
-        """By what the host computes from the same inputs. Where that fits the dtype, it is the judge's alarm."""
+        """Explain the origin by recomputing on the host.
+
+        If that result fits the dtype, the normal check raises the alarm.
+        """
         if self.origin is None or self._node is not node or self.origin.site.tensor != "output":
             return
         values = recomputed.reference.values[~recomputed.y.isfinite()]
         if not len(values):
-            why = "not in the rows that the host computed again: give more rows="
+            why = "not among the rows the host recomputed: raise rows="
         elif bool(values.isfinite().all()):
             why = f"the host's own result reaches {float(values.abs().max()):.4g}: {self.origin.overflow}"
         else:
-            why = "nor is the host's result finite: its weights are not, or it has none"
+            why = "the host's result is not finite either: the weights are not finite, or it has no weights"
         self.origin = dataclasses.replace(self.origin, why=why)
 
     def compared(self, node: Node, found: Comparison) -> None:
-        """The code that made the first such tensor was run on the host: does it make the same?"""
+        """Check whether the code that produced the first such tensor does the same on the host."""
         origin, at = self.origin, self._node
         if origin is None or at is None or origin.why:
             return
@@ -260,7 +265,7 @@ class NonFiniteOrigin:
         if (input_here or output_here) and not found.problem:
             tensor = origin.site.tensor
             if not any(each.node is at and each.tensor == tensor for each in found.differences):
-                why = f"{origin.overflow}: the host makes the same of the finite numbers before it"
+                why = f"{origin.overflow}: the host gets the same result from the finite inputs"
                 self.origin = dataclasses.replace(origin, why=why)
 
 
@@ -269,7 +274,7 @@ def first_floating(value: Any) -> Tensor | None:
 
 
 def _inputs(node: Node) -> list[Tensor]:
-    """What a call is given to compute with: no masks, which may hold -inf."""
+    """The numeric inputs of a call, without masks, which may contain -inf."""
     given = [x for _, x in tensors_in((node.args, node.kwargs))]
     if node.operator == FUSED:
         return given[:3]
@@ -277,7 +282,7 @@ def _inputs(node: Node) -> list[Tensor]:
 
 
 def _all_finite(x: Tensor) -> bool:
-    """Of plain tensors; packed ones and those of eight bits can't be asked."""
+    """Whether plain tensors are finite; packed and 8-bit tensors can't be tested."""
     plain = type(x) in (Tensor, nn.Parameter) and x.is_floating_point() and x.dtype.itemsize > 1
     if not plain or not x.numel():
         return True

@@ -1,4 +1,4 @@
-"""Calls of one operator that wait to be judged together, so that its weight comes to the host once."""
+"""Collects the calls of one operator and checks them together, so that its weight is copied to the host once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _WORKERS = 4  # each holds one operator's outputs in float64 several times over
 
 @dataclass(frozen=True)
 class Computed:
-    """What the host computed again, with its judgement."""
+    """The host's recomputed result, with its judgement."""
 
     apart: tuple[tuple[Recomputed, Judgement], ...] = ()
     as_one: tuple[Recomputed, Judgement] | None = None
@@ -31,12 +31,12 @@ class Computed:
 
 @dataclass
 class Deferred:
-    """The calls of one operator, by how they are to be judged."""
+    """The calls of one operator, grouped by how they are checked."""
 
     apart: list[Node] = field(default_factory=list)  # each is judged by itself
     again: list[Node] = field(default_factory=list)  # repetitions with the same bits, which count where one was wrong
     others: list[Node] = field(default_factory=list)  # of other shapes, judged as one call
-    checked: list[Node] = field(default_factory=list)  # of a batch that was judged, with attention taken apart
+    checked: list[Node] = field(default_factory=list)  # of a batch that was judged, with attention decomposed
 
     @property
     def first(self) -> Node | None:
@@ -52,11 +52,11 @@ class Deferred:
 
     @property
     def ends(self) -> tuple[int, int]:
-        """How many rows at the beginning are computed again in any case, and how many at the end are known already."""
+        """How many leading rows are always recomputed, and how many trailing rows are known already."""
         return _rows(self.apart), _rows(self.checked)
 
     def computed(self, rows: Rows) -> Computed:
-        """All calls computed again as one, and judged."""
+        """All calls recomputed as one, and judged."""
         if not self.nodes:
             return Computed()
         whole = stacked(self.nodes)
@@ -82,7 +82,7 @@ def _rows(nodes: Sequence[Node]) -> int:
 
 
 def side_by_side(tasks: Sequence[Callable[[], Computed]]) -> Iterator[Computed]:
-    """The results in order, some tasks at a time: one operator alone does not keep many cores busy."""
+    """Results in order, several tasks at a time, because one operator alone does not keep many cores busy."""
     threads = torch.get_num_threads()
     workers = min(_WORKERS, threads, os.cpu_count() or 1, len(tasks))
     if workers < 2:

@@ -1,4 +1,4 @@
-"""Whether driven operators (driven_operators.py) do inside what healthy ones do.
+"""Checks whether driven operators (driven_operators.py) compute internally as healthy ones do.
 
 ============  ==================================================================================================
 norms         the error of each row along its own normalised numbers (a factor of the row: mean square and reciprocal
@@ -55,7 +55,7 @@ _LARGEST = 1e3  # times the limit: errors that say nothing more
 
 @dataclass(frozen=True)
 class Driven:
-    """What driving one operator showed."""
+    """The result of driving one operator."""
 
     judgement: Judgement
     pattern: Pattern
@@ -64,7 +64,7 @@ class Driven:
 
 
 def judge_norm(call: DrivenNorm, twin: HostTwin, known: dict[tuple[object, ...], tuple[float, ...]]) -> Driven | None:
-    """A driven norm; None where its code can't be run on the host. `known`: what its class's code adds to a row."""
+    """Judge a driven norm; None if its code can't run on the host. `known` is what its class's code adds to a row."""
     width = call.x.shape[-1]
     formula = norm_formula(call.callee, width)
     if formula is None:
@@ -97,8 +97,8 @@ def judge_norm(call: DrivenNorm, twin: HostTwin, known: dict[tuple[object, ...],
             judgement.strengths = {"driven": min(strength, _LARGEST)}
             one = float(error.median())
             judgement.said = (
-                f"driven with {len(size)} made-up rows, each row's {name} is off by {_percent(_rms(size))} (rms), "
-                f"{_percent(mean, sign=True)} on average, where roundings explain {_percent(one)}"
+                f"driven with {len(size)} synthetic rows, each row's {name} is off by {_percent(_rms(size))} (rms), "
+                f"{_percent(mean, sign=True)} on average; rounding explains at most {_percent(one)}"
             )
             pattern = _norm_pattern(name, size, _mean_square(call, formula), mean if scattered <= 1 else None)
     judgement.tests = 4
@@ -107,7 +107,7 @@ def judge_norm(call: DrivenNorm, twin: HostTwin, known: dict[tuple[object, ...],
 
 @dataclass(frozen=True)
 class _Factors:
-    """What all of a row is off by, [R, 1 or 2]: the factor of its numbers and, where it is taken off, their mean."""
+    """Errors common to a whole row, [R, 1 or 2]: a factor of its numbers and, if the mean is subtracted, their mean."""
 
     found: Tensor
     variance: Tensor  # by the round-off model of single elements
@@ -116,7 +116,7 @@ class _Factors:
 
 
 def _factors(error: Tensor, call: DrivenNorm, formula: NormFormula, reference: Reference) -> _Factors:
-    """By row, the error along the normalised row and, if the mean is taken off, along the gain: least squares."""
+    """Per row, the least-squares error along the normalised row and, if the mean is subtracted, along the gain."""
     stored = formula.parameters_of(call.callee)[0]
     weight = None if stored is None else on_host(stored).double()
     wide = call.x.double().reshape(-1, call.x.shape[-1])[: len(error)]
@@ -140,7 +140,7 @@ def _factors(error: Tensor, call: DrivenNorm, formula: NormFormula, reference: R
 
 
 def _host_scatter(call: DrivenNorm, twin: HostTwin, formula: NormFormula) -> tuple[float, ...]:
-    """Standard deviations, over runs with random rounding, of what the class's code does to all of a row at once."""
+    """Standard deviation of the row-wide error of the class's own code, over runs with random rounding."""
     width = call.x.shape[-1]
     some = call.x.reshape(-1, width)[:_HOST_ROWS].reshape(1, -1, width)
     node = Node(call.unit, "norm", call.callee, 0, (some,), {})
@@ -167,18 +167,18 @@ def _mean_square(call: DrivenNorm, formula: NormFormula) -> Tensor:
 
 
 def _norm_pattern(name: str, size: Tensor, square: Tensor, constant: float | None) -> Pattern:
-    """`constant`: what all rows are off by alike, if they are."""
+    """The fault pattern; `constant` is the error that all rows share, if any."""
     if name == "mean":
-        return Pattern("accumulation", 0.7, "as of a mean that is kept in too few bits")
+        return Pattern("accumulation", 0.7, "as when the mean is computed in too few bits")
     if _is_smooth(size, torch.remainder(square[: len(size)].log2(), 2.0)):
-        return Pattern("function table", 0.8, "as of a poor reciprocal root of the row's mean square")
+        return Pattern("function table", 0.8, "as when rsqrt of the row's mean square is inaccurate")
     if constant is not None:
         return Pattern("gain", 0.7, f"multiplied by {1 + constant:.5g}")
-    return Pattern("accumulation", 0.7, "as of a mean square, or its root, that is kept in too few bits")
+    return Pattern("accumulation", 0.7, "as when the mean square or its root is computed in too few bits")
 
 
 def _is_smooth(values: Tensor, along: Tensor) -> bool:
-    """Whether neighbours along an input have near values."""
+    """Whether nearby inputs have similar errors."""
     ordered = values[along.argsort()]
     spread = float(ordered.var())
     return spread > 0 and float(ordered.diff().square().mean()) / 2 < _SMOOTH * spread
@@ -188,7 +188,7 @@ def _is_smooth(values: Tensor, along: Tensor) -> bool:
 
 
 def judge_weights(call: DrivenWeights) -> Driven:
-    """Weights exp(-d) / (1 + exp(-d)) of driven keys."""
+    """Judge the weights exp(-d) / (1 + exp(-d)) of driven keys."""
     depth, weight = call.depth, call.weight
     exact = torch.sigmoid(-depth)
     other = 1 - exact
@@ -202,7 +202,7 @@ def judge_weights(call: DrivenWeights) -> Driven:
     finite = error.isfinite()
     if not bool(finite.all()):
         judgement.strengths = {"driven": math.inf}
-        judgement.said = f"driven with {len(depth)} made-up scores, {int((~finite).sum())} weights are not finite"
+        judgement.said = f"driven with {len(depth)} synthetic scores, {int((~finite).sum())} weights are not finite"
     else:
         for part in _parts(depth):
             lever = variance[part].reciprocal()
@@ -214,10 +214,10 @@ def judge_weights(call: DrivenWeights) -> Driven:
                 judgement.strengths = {"driven": min(abs(mean) / limit, _LARGEST)}
                 low, high = (float(v) for v in torch.aminmax(depth[part]))
                 judgement.said = (
-                    f"driven with {len(depth)} made-up scores, weights of keys {low:.2g} to {high:.2g} below the top "
-                    f"are off by {_percent(mean, sign=True)} on average, where roundings explain {_percent(limit)}"
+                    f"driven with {len(depth)} synthetic scores, weights of keys {low:.2g} to {high:.2g} below the top "
+                    f"are off by {_percent(mean, sign=True)} on average; rounding explains at most {_percent(limit)}"
                 )
-    pattern = Pattern("function table", 0.85, "as of a poor exponential")
+    pattern = Pattern("function table", 0.85, "as when exp is inaccurate")
     values = exact[:, None]
     reference = Reference(values, (form.ulp(values), limit_of * values))
     found = Recomputed(weight[:, None].to(call.dtype), reference, x=-depth[:, None])
@@ -225,7 +225,7 @@ def judge_weights(call: DrivenWeights) -> Driven:
 
 
 def _parts(depth: Tensor) -> list[Tensor]:
-    """Parts of the octave where exp is computed anew, and of the depths beyond; each with enough in it for a mean."""
+    """Parts of the octave in which exp is computed, and of the depths below; each with enough samples for a mean."""
     octave = torch.remainder(depth / math.log(2), 1.0)
     deep = depth >= depth.quantile(0.75)
     found = [~deep & ((octave * parts).long() == at) for parts in _PARTS for at in range(parts)]

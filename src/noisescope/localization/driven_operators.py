@@ -1,13 +1,12 @@
-"""16-bit norms, softmax and fused attention called again on the device, with inputs that show what they do inside.
+"""Calls 16-bit norms, softmax and fused attention again on the device, with inputs that reveal their internals.
 
-In 16 bits one rounding of the output hides much: a norm that never went to float32, an exponential by a short
-polynomial, a reciprocal root after one Newton step. Their errors are the same for a whole row, or for all numbers of
-one size, while roundings are not; so many rows, made on the host for this purpose, bring them out
-(driven_judgement.py).
+In 16 bits, one rounding of the output hides a lot: a norm that was never computed in float32, an exponential from a
+short polynomial, an rsqrt after one Newton step. Such errors are the same for a whole row, or for all numbers of one
+size, while rounding errors are not, so many synthetic rows reveal them (driven_judgement.py).
 
-A norm gets rows of all sizes. Softmax and attention get two keys, one of which scores d less than the other: the weight
-of that key is exp(-d) / (1 + exp(-d)), and its value passes to the output. The calls are made inside one more forward,
-where the model makes its own: in that place, of that instance, in the scopes that are open.
+A norm receives rows of all sizes. Softmax and attention receive two keys, one of which scores d less than the other:
+the weight of that key is exp(-d) / (1 + exp(-d)), and its value passes to the output. The calls are made inside one
+more forward, at the point where the model makes its own: on the same instance, inside the open scopes.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _HEADS, _WIDTH = 4, 16  # of a call of attention whose own shapes are not known
 
 @dataclass(frozen=True)
 class DrivenNorm:
-    """What a norm made of made-up rows."""
+    """The output of a norm for synthetic rows."""
 
     unit: Unit
     site: Site
@@ -54,21 +53,21 @@ class DrivenNorm:
 
 @dataclass(frozen=True)
 class DrivenWeights:
-    """The weights of keys that lie d below another, as softmax or attention gave them."""
+    """The weights of keys that score d below another, as computed by softmax or attention."""
 
     site: Site
     callee: Any
     depth: Tensor  # d, in float64
-    weight: Tensor  # exp(-d) / (1 + exp(-d)) as it came out, in float64
+    weight: Tensor  # exp(-d) / (1 + exp(-d)) as computed, in float64
     channels: int  # that say the same
-    dtype: torch.dtype  # of what came out
+    dtype: torch.dtype  # of the output
     given: torch.dtype
     unseen: bool = False  # the model calls a function in its place that no one sees
 
 
 @dataclass
 class DrivenCalls:
-    """Calls that were made; what a module does not take is left out."""
+    """The calls that were made; inputs that a module does not accept are skipped."""
 
     norms: list[DrivenNorm] = field(default_factory=list)
     weights: list[DrivenWeights] = field(default_factory=list)
@@ -77,7 +76,7 @@ class DrivenCalls:
 def drive(
     model: nn.Module, anatomy: Anatomy, run: Callable[[], Any], *, seed: int, without: frozenset[Site] = frozenset()
 ) -> DrivenCalls:
-    """Drives every 16-bit norm, softmax and fused attention call while `run` runs the model, but those at `without`."""
+    """Drive every 16-bit norm, softmax and fused attention call while `run` runs the model, except at `without`."""
     driver = _Driver(seed, without)
     wanted = [unit for unit in anatomy.units if unit.kind == ATTENTION or set(unit.operators) & set(_DRIVEN)]
     with Listening(model, Anatomy(anatomy.architecture, anatomy.blocks, tuple(wanted)), driver.choose):
@@ -88,7 +87,7 @@ def drive(
 
 
 def is_driven(operator: str, given: Any) -> bool:
-    """Whether a call is one of those that are driven."""
+    """Whether a call can be driven."""
     x = next((x for _, x in tensors_in(given)), None) if operator in _DRIVEN else None
     return x is not None and _is_short(x)
 
@@ -115,7 +114,7 @@ class _Driver:
                 self._softmax(call, x)
             else:
                 self._attention(call)
-        except Exception:  # a stranger's code may raise anything: then it is not tried
+        except Exception:  # third-party code may raise anything: then it is not tested
             return
 
     def _norm(self, call: RecordedCall, like: Tensor) -> None:
@@ -134,7 +133,7 @@ class _Driver:
             self.found.norms.append(DrivenNorm(call.unit, call.site, callee, x, on_host(y)))
 
     def _rows(self, lead: tuple[int, ...], width: int, dtype: torch.dtype) -> Tensor:
-        """Normal numbers of many sizes; most rows have one massive number, whose square must be kept precisely."""
+        """Normally distributed numbers of many sizes; most rows have one massive element, whose square matters."""
         generator, count = self._generator(), math.prod(lead)
         size = torch.exp2(torch.rand((count, 1), generator=generator) * 4 - 2)
         x = torch.randn((count, width), generator=generator)
@@ -156,7 +155,7 @@ class _Driver:
                 self.found.weights.append(DrivenWeights(call.site, call.callee, depth, weight, 1, y.dtype, dtype))
 
     def _scores(self, lead: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """0, and d below it."""
+        """Scores 0 and -d."""
         below = -self._depths(_WEIGHTS)
         return torch.stack([torch.zeros_like(below), below], -1).to(dtype).reshape(*lead, _WEIGHTS, 2)
 
@@ -201,7 +200,7 @@ class _Driver:
     def _two_keys(
         self, shapes: tuple[int, int, int, int], scale: float, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """One key that scores 0 and is worth nothing, another that scores -d; d for each query, heads by heads."""
+        """One key that scores 0 and has value 0, and another that scores -d; d per query."""
         heads, groups, width, channels = shapes
         rows = max(64, _WEIGHTS // heads)
         factor = (0.5 + torch.rand(groups, generator=self._generator())).to(dtype)
@@ -221,7 +220,7 @@ class _Driver:
         return torch.where(torch.rand(count, generator=generator) < _FAR_SHARE, far, near)
 
     def replaced_attention(self, model: nn.Module, anatomy: Anatomy) -> None:
-        """F.scaled_dot_product_attention itself, at every attention module whose calls of it were not seen."""
+        """Call F.scaled_dot_product_attention directly at every attention module whose own calls were not observed."""
         like = next((p for p in model.parameters() if _is_short(p)), None)
         driven = {site.module for site in self._done if site.operator == FUSED}
         shapes = (_HEADS, _HEADS, _WIDTH, _WIDTH)

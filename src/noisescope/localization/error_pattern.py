@@ -29,7 +29,7 @@ _WIDTHS = (16, 32, 64, 128)
 
 @dataclass
 class Pattern:
-    """A class of fault, how sure it is among the classes, and the numbers behind it."""
+    """A fault class, the confidence in it, and the numbers behind it."""
 
     fault_class: str
     confidence: float
@@ -43,7 +43,7 @@ class Pattern:
 
 @dataclass(frozen=True)
 class Evidence:
-    """Output and reference [R, C], in float64 but for `native`."""
+    """Output and reference [R, C], in float64 except `native`."""
 
     operator: str
     native: Tensor
@@ -63,7 +63,7 @@ class Evidence:
     def of(
         cls, operator: str, recomputed: Recomputed, judgement: Judgement, batch: tuple[int, int] | None = None
     ) -> Evidence:
-        """`batch` is the shape [B, T] of the model's input: it tells tokens from heads where an output's does not."""
+        """Collect the evidence; `batch`, the shape [B, T] of the model's input, distinguishes tokens from heads."""
         y, reference = recomputed.y, recomputed.reference
         index = torch.arange(len(y)) if recomputed.rows is None else recomputed.rows
         lead = recomputed.lead if math.prod(recomputed.lead) >= len(y) else ()
@@ -89,11 +89,11 @@ class Evidence:
         return cls(operator, y, wide, reference, limit, bad, concerned, operands, x, form, index, places, weighing)
 
     def kept(self) -> Evidence:
-        """The same without the operands, which may be large, and in memory of its own."""
+        """A copy without the operands, which may be large, and with its own memory."""
         return dataclasses.replace(self, native=self.native.clone(), operands=None, x=None, weighing=None)
 
     def part(self, rows: Tensor, channels: tuple[int, int]) -> Evidence:
-        """Some rows, with alarms in a range of channels."""
+        """A subset of rows, with alarms in a range of channels."""
         operands = self.operands
         if operands is not None:
             operands = (operands[0][:, rows], operands[1]) if operands[0].shape[0] == 1 else None
@@ -127,7 +127,7 @@ class Evidence:
 
     @functools.cached_property
     def columns(self) -> Tensor:
-        """The elements of the channels concerned, [R, C]; all where the alarm names none."""
+        """The elements of the affected channels, [R, C]; all of them if the alarm names none."""
         mask = torch.zeros(self.y.shape[1], dtype=torch.bool)
         mask[list(self.concerned) if self.concerned else slice(None)] = True
         return mask.expand_as(self.bad)
@@ -140,13 +140,13 @@ class Evidence:
 
     @functools.cached_property
     def variance(self) -> Tensor:
-        """Of a healthy error, taken twice (a faulty result is rounded again), at the larger of value and output."""
+        """Twice a healthy error's variance (faulty results are rounded again), at the larger of value and output."""
         larger = torch.maximum(self.values.abs(), torch.where(self.y.isfinite(), self.y.abs(), 0.0))
         rounding = self.form.ulp(larger.clamp_max(self.form.largest)).square() / 12
         return (self.reference.variance + rounding).clamp_min(1e-300)
 
     def weights(self) -> Tensor:
-        """Inverse variances of the elements concerned, 0 elsewhere."""
+        """Inverse variances of the affected elements, 0 elsewhere."""
         return torch.where(self.columns & self.fits & self.y.isfinite(), 1 / self.variance, 0.0)
 
     def along(self, direction: Tensor) -> float:
@@ -157,7 +157,7 @@ class Evidence:
         return float((self.error * direction * weight).sum()) / total if total > 0 else 0.0
 
     def explains(self, pattern: Tensor) -> bool:
-        """Whether little is left of the error once a pattern is taken off it."""
+        """Whether little error remains after subtracting a pattern."""
         weight = self.weights()
         pattern = torch.where(weight > 0, pattern, 0.0)
         before = float((self.error.square() * weight).sum())
@@ -184,7 +184,7 @@ class Evidence:
 
     @functools.cached_property
     def healthy_rows(self) -> Tensor:
-        """Rows without an element beyond tolerance and with an rms that healthy rows may have, [R]."""
+        """Rows without an element beyond tolerance and with a healthy rms error, [R]."""
         fine = ~self.bad.any(1)
         count = int(self.columns[0].sum())
         if self.reference.exact or count == 0:
@@ -193,7 +193,7 @@ class Evidence:
         return fine & (squares.sum(1) / count < RMS_LIMIT + Z_MEAN * math.sqrt(2 / count))
 
     def name_rows(self, pattern: Pattern) -> None:
-        """Gives a pattern the rows that are beyond tolerance, unless they are nearly all."""
+        """Add the rows beyond tolerance to a pattern, unless they are nearly all rows."""
         wrong = self.bad.any(1)
         few = 0 < int(wrong.sum()) * 2 <= len(wrong)
         if few and not pattern.row_words:
@@ -204,7 +204,7 @@ class Evidence:
     # -- bits
 
     def constant_bits(self) -> list[tuple[int, int]]:
-        """(bit, value) that never changes in the channels concerned, though it does in the reference."""
+        """(bit, value) pairs that never change in the affected channels although they do in the reference."""
         inside = self.columns & self.native.isfinite()  # the bits of a NaN say nothing
         given, expected = bits_of(self.native[inside]), bits_of(self.values[inside].to(self.native.dtype))
         if given.numel() < 32:
@@ -218,7 +218,7 @@ class Evidence:
         return found
 
     def mended_by(self, bit: int) -> float:
-        """Share of the wrong elements that are right with one bit flipped; 1 where none is wrong."""
+        """Share of the wrong elements that flipping one bit corrects; 1 if none is wrong."""
         if not bool(self.bad.any()):
             return 1.0
         given = bits_of(self.native[self.bad])
@@ -232,7 +232,7 @@ class Evidence:
 
     @functools.cached_property
     def reported(self) -> tuple[int, ...]:
-        """Channels worth naming: not where most are concerned, nor where each was hit by chance once."""
+        """The channels to report: none if most are affected, or if each was hit once by chance."""
         if not self.concerned or len(self.concerned) > min(_MOST_NAMED, 0.5 * self.y.shape[1]):
             return ()
         hits = int(self.bad.sum()) / len(self.concerned)
@@ -240,17 +240,17 @@ class Evidence:
 
     @functools.cached_property
     def period(self) -> int | None:
-        """The stride of the channels concerned, where at least half of their lane is."""
+        """The stride of the affected channels, if at least half of their lane is affected."""
         return lane_period(self.reported, self.y.shape[1], least=0.5)
 
 
 def input_pattern(e: Evidence) -> Pattern | None:
-    """Dead or scaled input lanes, or operands cut short."""
+    """Dead or scaled input lanes, or truncated operands."""
     if e.operands is None:
         return None
     lanes, size, explained = _lanes(e)
     if explained and lanes:
-        text = f"{len(lanes)} lanes of the inner dimension count {1 + size:.3g} times (such as lane {lanes[0]})"
+        text = f"{len(lanes)} lanes of the inner dimension are weighted by {1 + size:.3g} (such as lane {lanes[0]})"
         details = {"input_lanes": lanes}
         if abs(size + 1) < 0.25:
             return Pattern("dead input lane", 0.95, text, details=details)
@@ -294,7 +294,7 @@ def _lanes(e: Evidence) -> tuple[tuple[int, ...], float, bool]:
 
 
 def _short_operands(e: Evidence) -> int | None:
-    """How many bits of mantissa the operands seem to have had: 10 is TF32, 7 is bfloat16."""
+    """The apparent number of mantissa bits of the operands: 10 is TF32, 7 is bfloat16."""
     assert e.operands is not None
     a, b = e.operands
     columns = slice(0, _MOST_COLUMNS)
@@ -313,13 +313,13 @@ def _short_operands(e: Evidence) -> int | None:
 
 
 def shorten(x: Tensor, keep: int, rounding: Callable[[Tensor], Tensor]) -> Tensor:
-    """float64 x with `keep` bits of mantissa after the leading one, by torch.trunc or torch.round."""
+    """x in float64 with `keep` mantissa bits after the leading one, by torch.trunc or torch.round."""
     mantissa, exponent = torch.frexp(x)
     return torch.ldexp(rounding(torch.ldexp(mantissa, torch.tensor(keep + 1))), exponent - (keep + 1))
 
 
 def aligned_block(channels: tuple[int, ...], width: int) -> tuple[int, int] | None:
-    """[start, stop) where channels are one run that a block of 16, 32 ... begins and ends with, and not all."""
+    """[start, stop) if the channels are one run that starts and ends on a block boundary (16, 32 ...), and not all."""
     if len(channels) < _WIDTHS[0] or len(channels) >= width:
         return None
     start, stop = channels[0], channels[-1] + 1

@@ -1,16 +1,16 @@
-"""`fingerprint`: what a faulty device computed, against what a good one computes with a fault simulated in it.
+"""`fingerprint`: match the outputs of a faulty device with outputs of a good one under simulated faults.
 
 A fingerprint is logits(faulty) - logits(clean), for the last token of each prompt. A good system simulates candidates
 over layers, fault families and sizes; the suspect's fingerprint comes from a record made elsewhere.
 
-**same-seed** is the published method: candidates have the noise model and the seed of the failure, and the score is the
-mean cosine over prompts. The right candidate then repeats the failure bit for bit, so this is an identity test of two
-simulations, not a diagnosis: no device has a known seed.
+**same-seed** is the published method: candidates use the noise model and the seed of the failure, and the score is the
+mean cosine over prompts. The right candidate then reproduces the failure bit for bit, so this is an identity test of
+two simulations, not a diagnosis: no real device has a known seed.
 
-**blind** knows neither family nor seed. Faults that are functions of the data (dead zone, saturation, bias) are matched
-by the same cosine, faults that draw (noise, relative noise on products, spikes) by the covariance of what arrives
-(fingerprint_match.py). Where nothing fits better than a misfit would, or several layers fit alike, the verdict is
-undecided.
+**blind** knows neither family nor seed. Deterministic faults (dead zone, saturation, bias) are matched by the same
+cosine; random faults (noise, relative noise on products, spikes) by the covariance of their effect on the logits
+(fingerprint_match.py). If no candidate fits better than a mismatch would, or several layers fit equally well, the
+verdict is undecided.
 """
 
 from __future__ import annotations
@@ -52,13 +52,17 @@ MODES = ("blind", "same-seed")
 DRAWS = 16  # of each drawn candidate, for each prompt
 # Times what rounding does (TrialRunner.floor), in rms of one prompt, before anything is called a fault. Healthy
 # models reach 0.92 with another attention kernel or batch size (n = 1,728 prompts), and 3.8 with the noise of 2 eps at
-# every operator that the floor itself is made of, drawn anew (n = 4,320; demo and two tiny models, three dtypes).
+# every operator that the floor itself is made of, drawn again (n = 4,320; demo and two tiny models, three dtypes).
 _MARGIN = 4.0
-_REFINED, _FINEST, _SURE = 8, 1.05, 0.999  # layers whose best size is sought, how finely, and the cosine that will do
+_REFINED, _FINEST, _SURE = (
+    8,
+    1.05,
+    0.999,
+)  # layers whose best size is searched, how finely, and the cosine that suffices
 _PROMISING = 0.5  # of the cosine that drawn faults reach: below, no size is sought
 _WHAT_TO_DO = (
-    "give other families or sizes (in Python), or look on the suspect device itself: `noisescope locate` there, with "
-    "--reference and a record of full detail from a good one if there is one"
+    "try other families or sizes (in Python), or run `noisescope locate` on the suspect device itself, with "
+    "--reference and a record made with --detail full on a good device if you have one"
 )
 
 
@@ -74,7 +78,7 @@ def fingerprint(
     seed: int = 0,
     draws: int = DRAWS,
 ) -> Verdict:
-    """The layer whose simulated fault explains a failure best.
+    """Find the layer whose simulated fault best explains a failure.
 
         fingerprint(ns.load("path/to/model"), "suspect.record", "good.record")
 
@@ -111,7 +115,7 @@ def explained(
     faults: Sequence[Setting],
     layers: Sequence[int],
 ) -> Verdict:
-    """What a failure's logits [P, V] come from, among faults simulated by the runner."""
+    """Find what a failure's logits [P, V] come from, among faults that the runner simulates."""
     name = f"fingerprint {mode}"
     usable: Mask = np.atleast_1d(np.isfinite(logits).all(1))
     floor = _MARGIN * runner.floor()
@@ -122,9 +126,9 @@ def explained(
     broken = f"{int((~usable).sum())} of {len(usable)} prompts gave logits that are not finite"
     if not changed.any():
         if usable.all():
-            verdict, note = "healthy", "the logits differ from the good ones by no more than rounding, in every prompt"
+            verdict, note = "healthy", "the logits match the reference within rounding in every prompt"
         else:
-            verdict, note = "faulty", f"{broken}, and the others are right: nothing to compare"
+            verdict, note = "faulty", f"{broken}, and the others match the reference: nothing to compare"
         return Verdict(verdict, name, (), visible, runner.forwards, 0, (note,))
     candidates = [
         _candidate(runner, layer, setting, observed, logits, floor, blind=mode == "blind")
@@ -139,7 +143,7 @@ def explained(
         match = blind(sketch(observed[changed]), candidates, changed)
     notes: tuple[str, ...] = (match.note,)
     if not usable.all():
-        notes += (f"{broken}: left out",)
+        notes += (f"{broken}: excluded",)
     if match.fitting:
         suspects = ranked(_suspect(runner.anatomy, layer, fit) for layer, fit in match.fits.items())
         return Verdict("faulty", name, suspects, visible, runner.forwards, len(candidates), notes)
@@ -158,7 +162,7 @@ def explained(
 def _logits(record: Record) -> Array:
     logits = record.logits()
     if logits is None:
-        raise InvalidInput(f"{record.path} holds no logits: it is no record of a language model")
+        raise InvalidInput(f"{record.path} holds no logits, so it is not a record of a language model")
     return logits
 
 
@@ -172,7 +176,7 @@ def _candidate(
 
 
 def _may_fit(candidates: list[Candidate], changed: Mask) -> bool:
-    """Whether a fault that is a function of the data is near, but not of the right size yet."""
+    """Whether a deterministic fault is close but not yet of the right size."""
     top = max((c.cosine for c in candidates if not c.setting.drawn), default=-1.0)
     return _PROMISING * chance(candidates, changed) < top < _SURE
 
@@ -180,7 +184,7 @@ def _may_fit(candidates: list[Candidate], changed: Mask) -> bool:
 def _refined(
     runner: TrialRunner, candidates: list[Candidate], observed: Array, failure: Array, floor: float
 ) -> list[Candidate]:
-    """The best fits that are functions of the data, tried with sizes between and beyond the given ones."""
+    """The best deterministic fits, tried again with sizes between and beyond the given ones."""
     found: list[Candidate] = []
     best = best_by_cosine([c for c in candidates if not c.setting.drawn and c.setting.size])
     for start in sorted(best.values(), key=lambda candidate: -candidate.cosine)[:_REFINED]:
@@ -204,7 +208,7 @@ def _words(faults: Sequence[Setting]) -> str:
 def _suspect(anatomy: Anatomy, layer: int, fit: Fit) -> Suspect:
     candidate, setting = fit.candidate, fit.candidate.setting
     kind = "noise" if setting.family == NOTES_NOISE else FAMILIES[setting.family].fault_class
-    same = ", the same logits bit for bit" if candidate.identical else ""
+    same = ", identical logits bit for bit" if candidate.identical else ""
     evidence = f"{setting.words} in this layer: {fit.how} {fit.score:.4f}{same}"
     details: dict[str, Any] = {
         "family": setting.family,

@@ -1,4 +1,4 @@
-"""Candidates for `fingerprint` (faults simulated layer by layer on a good system), and which of them fits a failure.
+"""Candidate faults for `fingerprint`, simulated layer by layer on a good system, and which of them fits a failure.
 
 Fingerprints of faults that are functions of the data are compared by their cosine. Faults that draw have none of their
 own, only a distribution: a block's error reaches the logits through the blocks behind it, and the covariance C of what
@@ -60,12 +60,12 @@ _SHRINK = 0.05  # of a covariance towards a multiple of 1
 # 12), where the likeliest layer has 0.66 on average and is right in 0.70 (demo, float32, n = 510; bfloat16 the same).
 _TEMPERATURE = 6.0
 _DISTINCT = 0.5  # of the probability that a layer with its neighbours must hold: more likely there than elsewhere
-_TWICE = 2.0  # as likely as the next layer, or both fit alike and none of them is named
+_TWICE = 2.0  # as likely as the next layer, or both fit equally well and neither is named
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A fault of one size, to be put into each layer."""
+    """A fault of one size, to inject into each layer."""
 
     family: str
     size: float | None
@@ -81,7 +81,7 @@ class Setting:
         return self.family if self.size is None else f"{self.family} {self.size:g}"
 
     def resized(self, factor: float) -> Setting | None:
-        """The same with another size; None where its family does not allow that size."""
+        """The same fault with another size; None if its family does not allow that size."""
         assert self.size is not None and isinstance(self.fault, Fault)
         size = self.size * factor
         try:
@@ -93,7 +93,7 @@ class Setting:
 def settings(
     mode: str, families: Iterable[str] | None, sizes: Sequence[float] | Mapping[str, Sequence[float]] | None, seed: int
 ) -> Iterator[Setting]:
-    """The faults to be tried in each layer."""
+    """The faults to try in each layer."""
     own = seed if mode == "same-seed" else _BLIND_SEED + seed
     for family in _DEFAULT[mode] if families is None else families:
         if family != NOTES_NOISE and not (family in FAMILIES and FAMILIES[family].at_block_output):
@@ -110,7 +110,7 @@ def settings(
 
 
 def _sizes(mode: str, family: str) -> tuple[float | None, ...]:
-    """The sizes of a family where none are given: the notes' for theirs, else the family's own default."""
+    """The default sizes of a family: those of the method notes if given there, else the family's own default."""
     if mode == "blind" and family in _ONE_SIZE:
         return (_ONE_SIZE[family],)
     if family in _SIZES:
@@ -158,7 +158,7 @@ class TrialRunner:
             return self._run(draws, lambda batch: self._prefix.starting_at(start, batch), start)
 
     def floor(self) -> float:
-        """The rms of what rounding alone does to the logits: every operator's output off by some eps."""
+        """The rms effect of rounding alone on the logits: every operator's output is perturbed by a few eps."""
         dtype = next((p.dtype for p in self.model.parameters() if p.is_floating_point()), torch.float32)
         noise = Injection(Gaussian(_ROUNDING * torch.finfo(dtype).eps), phases=frozenset({"forward"}))
         with inject(self.model, noise, anatomy=self.anatomy):
@@ -193,7 +193,7 @@ class TrialRunner:
 
 
 def sketch(fingerprints: Array) -> Array:
-    """[..., V] -> [..., at most 1024]: vocabulary entries added up with random signs, so that products stay right.
+    """[..., V] -> [..., at most 1024]: vocabulary entries summed with random signs, which preserves inner products.
 
     (A count sketch: Charikar, Chen, Farach-Colton 2002. The signs and places are the same in every run.)
     """
@@ -234,7 +234,7 @@ class Fit:
 
 @dataclass(frozen=True)
 class Match:
-    """How well a fault in each layer explains the failure, whether one does at all, and how that is known."""
+    """How well a fault in each layer explains the failure, whether any does, and how that is known."""
 
     fits: Mapping[int, Fit]
     fitting: bool
@@ -255,22 +255,22 @@ def cosines(a: Array, b: Array, floor: float) -> Array:
 
 
 def same_seed(candidates: Sequence[Candidate], changed: Mask) -> Match:
-    """By cosine; a candidate fits that is the failure itself, or is nearer to it than any two in different layers."""
+    """By cosine; a candidate fits if it equals the failure, or is closer to it than any two in different layers."""
     best = best_by_cosine(candidates)
     top = max(best.values(), key=lambda c: (c.identical, c.cosine))
     fits = {
         layer: Fit(c, c.cosine, 1.0 if c.identical else max(0.0, c.cosine), "mean cosine") for layer, c in best.items()
     }
-    known = "an identity test: candidates have the seed and the noise model of the failure, which no device tells"
+    known = "identity test: candidates have the failure's seed and noise model, which no real device reveals"
     if top.identical:
         return Match(fits, True, known)
     reach = _reach(candidates, candidates, changed, "layer")
-    other = "no candidate repeats the failure bit for bit: another seed, family, size or kind of device"
+    other = "no candidate reproduces the failure bit for bit: the seed, family, size or kind of device differs"
     return Match(fits, top.cosine > reach, f"{known}; {other} (best cosine {top.cosine:.3f}, wrong layers {reach:.3f})")
 
 
 def blind(observed: Array, candidates: Sequence[Candidate], changed: Mask) -> Match:
-    """By cosine where that is beyond what misfits reach, else by covariance; `observed` [P changed, S]."""
+    """Match by cosine if that exceeds what mismatches reach, else by covariance; `observed` is [P changed, S]."""
     direct = [c for c in candidates if not c.setting.drawn]
     drawn = [c for c in candidates if c.setting.drawn]
     best = best_by_cosine(direct)
@@ -280,26 +280,26 @@ def blind(observed: Array, candidates: Sequence[Candidate], changed: Mask) -> Ma
     if top is not None and (cosine > by_chance or not drawn):
         reach = max(_reach(direct, direct, changed, "family"), _reach([top], direct, changed, "layer"))
         fits = {layer: Fit(c, c.cosine, _confidence(c, best), "mean cosine") for layer, c in best.items()}
-        note = f"best cosine {cosine:.3f}; drawn faults reach {by_chance:.3f}, other families and layers {reach:.3f}"
+        note = f"best cosine {cosine:.3f}; random faults reach {by_chance:.3f}, other families and layers {reach:.3f}"
         return Match(fits, cosine > reach, f"matched by cosine: {note}")
     fits = _by_covariance(observed, drawn)
     share = _with_neighbours(fits)
     common, usual = coherence(observed), max(coherence(draw) for c in drawn for draw in c.sketches[:, changed])
     note = (
-        f"no fault that is a function of the data fits (best cosine {cosine:.3f}, {by_chance:.3f} by chance): matched "
-        f"by the covariance of drawn ones, which tells neighbouring layers apart poorly; the likeliest layer with its "
-        f"neighbours has {share:.2f} of the probability; prompts have {common:.1f} in common, drawn faults' up to "
+        f"no deterministic fault fits (best cosine {cosine:.3f}, {by_chance:.3f} by chance): matched by the "
+        f"covariance of random faults, which separates neighbouring layers poorly; the likeliest layer and its "
+        f"neighbours have {share:.2f} of the probability; prompts have {common:.1f} in common, random faults up to "
         f"{usual:.1f}"
     )
     near = share > _DISTINCT and common <= usual
     alike = _alike(fits) if near else ()
     if alike:
-        note = f"layers {', '.join(map(str, alike))} fit alike, so that none of them is named; {note}"
+        note = f"layers {', '.join(map(str, alike))} fit equally well, so none of them is named; {note}"
     return Match(fits, near and not alike, note, alike)
 
 
 def _alike(fits: Mapping[int, Fit]) -> tuple[int, ...]:
-    """The layers that are at least half as likely as the likeliest, where there are any others."""
+    """The layers that are at least half as likely as the likeliest, if there are any."""
     top = max(fit.score for fit in fits.values())
     found = tuple(sorted(layer for layer, fit in fits.items() if _TWICE * fit.score > top))
     return found if len(found) > 1 else ()
@@ -311,7 +311,7 @@ def best_by_cosine(candidates: Sequence[Candidate]) -> dict[int, Candidate]:
 
 
 def chance(candidates: Sequence[Candidate], changed: Mask) -> float:
-    """The largest cosine of any drawn fingerprint with any that is not, over the prompts that the failure changed."""
+    """The largest cosine of any random with any deterministic fingerprint, over prompts that the failure changed."""
     direct, drawn = ([c for c in candidates if c.setting.drawn == kind] for kind in (False, True))
     if not direct or not drawn:
         return 0.0
@@ -329,7 +329,7 @@ def coherence(fingerprints: Array) -> float:
 
 
 def _reach(ones: Sequence[Candidate], others: Sequence[Candidate], changed: Mask, kind: str) -> float:
-    """The largest cosine of `ones` with `others` of another kind ("family" or "layer"): what a misfit may have."""
+    """The largest cosine of `ones` with `others` of another kind ("family" or "layer"): what a mismatch can reach."""
 
     def of(candidate: Candidate) -> str | int:
         return candidate.layer if kind == "layer" else candidate.setting.family
@@ -349,7 +349,7 @@ def _similarities(a: Array, b: Array) -> Array:
 
 
 def _confidence(candidate: Candidate, best: Mapping[int, Candidate]) -> float:
-    """Near 1 for the layer that fits alone; shared by layers that fit alike."""
+    """Near 1 for a layer that alone fits; shared between layers that fit equally well."""
     shares = {layer: max(1 - c.cosine, 1e-6) ** -2 for layer, c in best.items()}
     top = max(c.cosine for c in best.values())
     return max(0.0, top) * shares[candidate.layer] / sum(shares.values())
@@ -366,13 +366,13 @@ def _by_covariance(observed: Array, drawn: Sequence[Candidate]) -> dict[int, Fit
 
 
 def _with_neighbours(fits: Mapping[int, Fit]) -> float:
-    """The probability of the likeliest layer and of the one before and the one behind it."""
+    """The total probability of the likeliest layer and its two neighbours."""
     top = max(fits, key=lambda layer: fits[layer].score)
     return sum(fit.score for layer, fit in fits.items() if abs(layer - top) <= 1)
 
 
 def _log_likelihoods(observed: Array, drawn: Sequence[Candidate]) -> Array:
-    """Of the failure's directions, under each drawn candidate."""
+    """Log-likelihood of the failure's directions under each random candidate."""
     samples = [_changed(c.sketches.reshape(-1, c.sketches.shape[-1])) for c in drawn]
     pooled = unit(np.concatenate(samples))
     directions = np.linalg.eigh(pooled.T @ pooled)[1][:, ::-1][:, : min(_RANK, pooled.shape[1])]

@@ -1,4 +1,4 @@
-"""Which formula a module computes, asked of its class's code on the host with made-up numbers.
+"""Recognises which formula a module computes by running its class's code on the host with synthetic inputs.
 
 A model's own norm may be any of several formulas, and its name does not say which; a subclass of nn.Linear may add a
 low-rank product, round its input, or normalise its weight. The class is run once here, with random parameters on the
@@ -23,12 +23,12 @@ from noisescope.localization.shipped_functions import shipped_functions
 
 _EPS_NAMES = ("variance_epsilon", "eps", "epsilon", "norm_eps", "layer_norm_eps", "rms_norm_eps")
 _USUAL_EPS = (1e-5, 1e-6, 1e-8, 1e-12, 1e-7, 1e-3, 1e-4, 0.0, torch.finfo(torch.float32).eps)  # written in the code
-_SEED = 20  # of the made-up numbers; any will do
+_SEED = 20  # of the synthetic numbers; any works
 _AGREES = 1e-4  # relative: the formulas differ by much more, float32 by much less
 _ROUNDINGS = 16  # units of round-off by which 16-bit code may be off
 _ROWS = 6
 _ROUGH_ROWS, _ROUGH = 256, 2.5  # standard errors of a row's factor: 1 to 2 where each element is rounded by itself
-_MOST_WEIGHTS = 1 << 22  # made-up numbers of a linear: a head with more outputs is tried with fewer of them
+_MOST_WEIGHTS = 1 << 22  # synthetic numbers of a linear: a head with more outputs is tried with fewer of them
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # What torch, accelerate and our own scopes keep in a module, none of which its class's forward reads.
 _KEPT_FOR_OTHERS = frozenset(
@@ -39,7 +39,7 @@ _known: dict[tuple[Any, ...], tuple[Any, Any]] = {}
 
 
 def _remembered(kind: str, module: nn.Module, extra: tuple[Any, ...], find: Callable[[], Any]) -> Any:
-    """`find()`, once for all modules of one class with the same attributes."""
+    """`find()`, cached for all modules of one class with the same attributes."""
     attributes = list(_attributes(module))
     key = (kind, *extra, *(part for name, value in attributes for part in (name, _plain(value))))
     if key not in _known:
@@ -48,7 +48,7 @@ def _remembered(kind: str, module: nn.Module, extra: tuple[Any, ...], find: Call
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """What a class's forward may depend on: attributes, shapes of parameters and buffers, and those of children."""
+    """What a class's forward may depend on: attributes, and the shapes of parameters and buffers, with children."""
     yield "class", type(module)
     for name, value in vars(module).items():
         if name in ("_parameters", "_buffers"):
@@ -63,7 +63,7 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """A value by itself where it is a plain one, else by its identity."""
+    """A plain value itself, otherwise its identity."""
     if isinstance(value, (tuple, list)):
         return tuple(_plain(each) for each in value)
     if isinstance(value, (bool, int, float, str, type, torch.dtype, torch.device)) or value is None:
@@ -85,7 +85,7 @@ class LinearFormula:
 
 
 def linear_formula(module: nn.Module) -> LinearFormula | None:
-    """How a linear module multiplies its input by its `weight` and adds its `bias`, or None if it does otherwise."""
+    """How a linear module multiplies its input by `weight` and adds `bias`; None if it does something else."""
     if type(module).forward is nn.Linear.forward:
         return LinearFormula(transposed=False, bias=module.bias is not None)
     found: LinearFormula | None = _remembered("linear", module, (), lambda: _find_linear(module))
@@ -126,7 +126,7 @@ def _linear_of(module: nn.Module, parameters: dict[str, Tensor]) -> LinearFormul
 
 
 def _fewer_outputs(module: nn.Module, count: int) -> nn.Module | None:
-    """A linear of the same class with its first outputs only; None where it is not known which dimension they are."""
+    """A linear of the same class with only its first outputs; None if the output dimension is unknown."""
     bare = copy.copy(module)
     for name in ("out_features", "nf"):
         outputs = vars(module).get(name)
@@ -147,7 +147,7 @@ def _fewer_outputs(module: nn.Module, count: int) -> nn.Module | None:
 def looks_up_rows(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a class gives rows of its table for such a call, each times the same number at most.
 
-    It is run with made-up tables whose rows hold one number each: ones give the factor, and the numbers 1 to 7 must
+    It is run with synthetic tables whose rows hold one number each: ones give the factor, and the numbers 1 to 7 must
     come out as themselves times that factor. Positions made inside are its own business.
     """
     if type(module).forward is nn.Embedding.forward:
@@ -180,12 +180,12 @@ def _looks_up_rows(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 def run_on_host(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], parameters: dict[str, Tensor] | None = None
 ) -> Any:
-    """What the class's forward gives on the host for a call, by other parameters or copies of its own."""
+    """What the class's forward returns on the host, with other parameters or copies of its own."""
     return _call(module, parameters, None, *copied_to_host(args), **copied_to_host(kwargs))
 
 
 def copied_to_host(value: Any) -> Any:
-    """A tensor, or what holds some, on the host; a cache or a config stays as it is."""
+    """A tensor, or a container of tensors, on the host; a cache or a config stays as it is."""
     if isinstance(value, Tensor):
         return value.detach().cpu()
     if type(value) in (tuple, list):
@@ -232,7 +232,7 @@ def norm_formula(module: nn.Module, width: int) -> NormFormula | None:
 
 
 def norm_rounds_at_every_step(module: nn.Module, width: int, dtype: torch.dtype) -> bool:
-    """Whether a norm's own code computes in 16 bits, so that all of a row may be off by one factor."""
+    """Whether a norm's own code computes in 16 bits, so that a whole row may be scaled by one factor."""
     formula = norm_formula(module, width)
     if formula is None or dtype.itemsize != 2:
         return False
@@ -240,7 +240,7 @@ def norm_rounds_at_every_step(module: nn.Module, width: int, dtype: torch.dtype)
 
 
 def _is_rough(module: nn.Module, formula: NormFormula, width: int, dtype: torch.dtype) -> bool:
-    """By the factors of made-up rows, against what the errors of single elements leave in them."""
+    """By the factors of synthetic rows, against what the errors of single elements leave in them."""
     parameters = _made_up_parameters(module, dtype)
     x = torch.randn(_ROUGH_ROWS, width, generator=torch.Generator("cpu").manual_seed(_SEED), device="cpu").to(dtype)
     y = _run(module, parameters, x)
@@ -255,7 +255,7 @@ def _is_rough(module: nn.Module, formula: NormFormula, width: int, dtype: torch.
 
 
 def _possible_eps(module: nn.Module) -> tuple[float, ...]:
-    """The attribute that is called eps; else small numbers among the attributes, and those that code has in it."""
+    """The attribute named eps; otherwise small numbers among the attributes and constants of the code."""
     named = (getattr(module, name, None) for name in _EPS_NAMES)
     own = next((float(value) for value in named if isinstance(value, (int, float))), None)
     if own is not None:
@@ -307,7 +307,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def activation_formula(module: nn.Module) -> tuple[str, bool] | None:
-    """The name of an activation's formula, and whether its code rounds at every step (gelu_new is made of tanh)."""
+    """The name of an activation's formula, and whether its code rounds at every step (gelu_new uses tanh)."""
     found: tuple[str, bool] | None = _remembered("activation", module, (), lambda: _find_activation(module))
     return found
 
@@ -329,7 +329,7 @@ def _find_activation(module: nn.Module) -> tuple[str, bool] | None:
     return None
 
 
-# -- running a class on made-up numbers
+# -- running a class on synthetic numbers
 
 
 def _made_up_parameters(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -342,7 +342,7 @@ def _made_up_parameters(module: nn.Module, dtype: torch.dtype) -> dict[str, Tens
 
 
 def _made_up_rows(width: int) -> Tensor:
-    """Rows of several sizes: large enough for a clip, small enough for an eps to show."""
+    """Synthetic rows of several sizes: large enough to reach a clip, small enough to show an eps."""
     generator = torch.Generator("cpu").manual_seed(_SEED + 1)
     sizes = torch.tensor([[30.0], [3.0], [1.0], [0.03], [1e-3], [1e-5]], device="cpu")
     return (torch.randn(_ROWS, width, generator=generator, device="cpu") + 0.5) * sizes
@@ -360,7 +360,7 @@ def _run(module: nn.Module, parameters: dict[str, Tensor], x: Tensor) -> Tensor 
 def _call(
     module: nn.Module, parameters: dict[str, Tensor] | None, made_up: torch.dtype | None, *args: Any, **kwargs: Any
 ) -> Any:
-    """What the class's forward gives for a bare copy; None where it wants anything else."""
+    """What the class's forward returns for a bare copy; None if it needs more arguments."""
     try:
         with (
             shipped_functions(),
@@ -371,7 +371,7 @@ def _call(
             own = _own_parameters(module) if made_up is None else {}
             bare = _bare(module, own | (parameters or {}), made_up)
             y = type(module).forward(bare, *args, **kwargs)
-    except Exception:  # whatever a stranger's code raises, it is not a formula we know
+    except Exception:  # third-party code may raise anything: it is not a known formula
         return None
     return y.detach() if isinstance(y, Tensor) else y
 

@@ -1,4 +1,4 @@
-"""Errors of functions and of long sums: masks and positions in attention, tables for exp, sums kept in too few bits."""
+"""Error patterns of functions and long sums: attention masks and positions, tables for exp, low-precision sums."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SMOOTH = 0.5  # of the variance: what neighbours along the input may differ by,
 
 
 def attention_pattern(e: Evidence) -> Pattern | None:
-    """A fused call that weighs other keys or values than it should, or weighs them by a poor exp."""
+    """A fused call that uses the wrong keys or values, or weights them with an inaccurate exp."""
     if e.weighing is None or not bool(e.bad.any()):
         return None
     for name, text, other in _other_attention(e.weighing):
@@ -31,12 +31,14 @@ def attention_pattern(e: Evidence) -> Pattern | None:
         if float(fits[e.bad].double().mean()) > _FITS and e.explains(other[e.weighing.seen] - e.values):
             return Pattern(name, 0.9, text)
     if _explained_by_depth(e, e.weighing):
-        return Pattern("function table", 0.85, "the weights of keys are off by how far their scores are below the top")
+        return Pattern(
+            "function table", 0.85, "the error in a key's weight depends on how far its score is below the maximum"
+        )
     return None
 
 
 def _other_attention(given: Weighing) -> Iterator[tuple[str, str, Tensor]]:
-    """What an attention call would give with another mask, or with its keys or values one position off."""
+    """What an attention call would return with another mask, or with keys or values shifted by one position."""
     scores, hidden, values = given.scores, given.hidden, given.values
     later, earlier = torch.roll(hidden, 1, -1), torch.roll(hidden, -1, -1)
     later[..., 0] = earlier[..., -1] = True  # there is nothing beyond
@@ -45,12 +47,12 @@ def _other_attention(given: Weighing) -> Iterator[tuple[str, str, Tensor]]:
     if length == keys:
         causal |= torch.ones(length, keys, dtype=torch.bool).triu(1)
     masks = {
-        "a key after the last one that its mask shows is seen as well": hidden & later,
-        "a key before the first one that its mask shows is seen as well": hidden & earlier,
-        "the last key that its mask shows is not seen": hidden | earlier,
-        "the first key that its mask shows is not seen": hidden | later,
+        "one key beyond the end of the mask is attended to": hidden & later,
+        "one key before the start of the mask is attended to": hidden & earlier,
+        "the last key the mask allows is ignored": hidden | earlier,
+        "the first key the mask allows is ignored": hidden | later,
         "its mask is ignored": torch.zeros_like(hidden),
-        "only the causal part of its mask counts": causal,
+        "only the causal part of its mask is applied": causal,
     }
     for text, mask in masks.items():
         if not torch.equal(mask, hidden):
@@ -58,10 +60,10 @@ def _other_attention(given: Weighing) -> Iterator[tuple[str, str, Tensor]]:
     keys_before, keys_after = (_one_off(scores, -1, back=back) for back in (True, False))
     values_before, values_after = (_one_off(values, -2, back=back) for back in (True, False))
     moved = {
-        "keys are those of the position before": (keys_before, values),
-        "keys are those of the position after": (keys_after, values),
-        "values are those of the position before": (scores, values_before),
-        "values are those of the position after": (scores, values_after),
+        "keys are shifted by one position (from the position before)": (keys_before, values),
+        "keys are shifted by one position (from the position after)": (keys_after, values),
+        "values are shifted by one position (from the position before)": (scores, values_before),
+        "values are shifted by one position (from the position after)": (scores, values_after),
     }
     for text, (other_scores, other_values) in moved.items():
         yield "position", text, _weighed(other_scores, hidden, other_values)
@@ -71,7 +73,7 @@ def _other_attention(given: Weighing) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def _one_off(x: Tensor, dim: int, *, back: bool) -> Tensor:
-    """Each position with what belongs to its neighbour; the one at the end stays."""
+    """Each position with its neighbour's values; the last one stays."""
     length = x.shape[dim]
     at = torch.arange(length) + (-1 if back else 1)
     return x.index_select(dim, at.clamp(0, length - 1))
@@ -83,7 +85,7 @@ def _weighed(scores: Tensor, hidden: Tensor, values: Tensor) -> Tensor:
 
 
 def _hats(depth: Tensor, most: float) -> Iterator[Tensor]:
-    """A function that is 0 at depth 0, as a broken line up to `most`: one hat for each knot."""
+    """Basis of a piecewise linear function up to `most` that is 0 at depth 0: one hat function per knot."""
     step = most / (_KNOTS - 1)
     for knot in range(1, _KNOTS):
         yield (1 - (depth / step - knot).abs()).clamp_min(0.0)
@@ -122,7 +124,7 @@ def _explained(e: Evidence, patterns: list[Tensor]) -> bool:
 
 
 def function_pattern(e: Evidence) -> Pattern | None:
-    """An activation or a softmax whose error is a function of its input: near inputs have near errors."""
+    """An activation or a softmax whose error is a function of its input: similar inputs have similar errors."""
     if e.x is None or e.operator not in ("silu", "gelu", "softmax"):
         return None
     inside = e.columns & e.fits & e.y.isfinite()
@@ -143,18 +145,22 @@ def function_pattern(e: Evidence) -> Pattern | None:
 
 
 def remaining(e: Evidence) -> Pattern | None:
-    """Small errors everywhere, of the size that rounding would make with fewer bits; anything else stays unknown."""
+    """Small errors everywhere, of the size that rounding with fewer bits would cause; anything else stays unknown."""
     if e.operator not in (*PRODUCTS, "attention", *_FUNCTIONS) or not _like_rounding(e):
         return None
     if e.operator in _FUNCTIONS:
-        return Pattern("function table", 0.5, "small errors everywhere, as a coarse table or short sums make")
+        return Pattern("function table", 0.5, "small errors everywhere, as from a coarse table or low-precision sums")
     if e.weighing is not None and _weights_are_off(e, e.weighing):
-        return Pattern("function table", 0.6, "small errors everywhere, as of weights made by a poor exp")
-    return Pattern("accumulation", 0.6, "small errors everywhere, in proportion to what was summed, as of short sums")
+        return Pattern(
+            "function table", 0.6, "small errors everywhere, as from an inaccurate exp in the attention weights"
+        )
+    return Pattern(
+        "accumulation", 0.6, "small errors everywhere, proportional to the terms summed, as from low-precision sums"
+    )
 
 
 def _weights_are_off(e: Evidence, given: Weighing) -> bool:
-    """Whether errors are in proportion to the p (v - y) of each key, rather than to the p v that are summed."""
+    """Whether errors are proportional to p (v - y) of each key rather than to the summed p v."""
     p = torch.softmax(given.scores.masked_fill(given.hidden, -math.inf), -1).nan_to_num(0.0).square()
     terms = (torch.matmul(p, given.values.square()), torch.matmul(p, given.values), p.sum(-1, keepdim=True))
     squares, cross, total = (t.reshape(-1, t.shape[-1])[given.seen] for t in terms)

@@ -1,9 +1,9 @@
-"""One forward and backward of the model under test: its calls, and the gradients that enter and leave each of them.
+"""One forward and backward of the model under test: its calls, and the gradients that enter and leave each call.
 
-Before a call every tensor that it is given, and after it every tensor that it gave, is replaced by its like with a
-hook: a view of an input, and of an output, which callers may write to, a copy. So a gradient is that of this one use of
-a tensor, and what hooks and patched code do to it on its way shows as a difference between the two ends. Gradients are
-copied to the host as they arrive.
+Every tensor that a call receives or returns is replaced by an equal tensor with a hook: inputs by a view, outputs by a
+copy, because callers may write to them. A recorded gradient therefore belongs to this one use of a tensor, and anything
+that hooks or patched code do to it on the way shows as a difference between the two ends. Gradients are copied to the
+host as they arrive.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ GradientKey = tuple[int, str, str]  # order of the call, INPUT or OUTPUT, path o
 
 
 class GradientCalls:
-    """The calls of one forward, and after its backward their gradients."""
+    """The calls of one forward and, after its backward, their gradients."""
 
     def __init__(self, tree: CallTree) -> None:
         self.tree = tree
@@ -47,11 +47,11 @@ class GradientCalls:
         return {path: x for path, x in tensors_in(value) if self._tapped.get((node.order, side, path)) == path}
 
     def first_path(self, node: Node, side: str, path: str) -> str | None:
-        """Where the tensor at this path came first in the call; None for one without a gradient."""
+        """Where the tensor at this path first occurs in the call; None if it has no gradient."""
         return self._tapped.get((node.order, side, path))
 
     def gradient(self, node: Node, side: str, path: str) -> Tensor | None:
-        """What arrived there; None where nothing did."""
+        """The gradient that arrived there; None if none did."""
         found = self._arrived.get((node.order, side, path))
         return None if found is None else found.wait()
 
@@ -86,14 +86,14 @@ class GradientCalls:
 
 
 def kept(gradient: Tensor) -> HostCopy:
-    """A gradient on its way to the host: autograd may add to the same memory later."""
+    """A gradient on its way to the host; it is copied because autograd may add to the same memory later."""
     dense = gradient.detach()
     dense = dense.to_dense() if dense.is_sparse else dense
     return begin_copy(dense) if dense.device.type == "cuda" else HostCopy(copied(dense))
 
 
 class ParameterGradients:
-    """The gradients that one backward sends to parameters, before they are added to what `.grad` holds."""
+    """The gradients that one backward sends to parameters, before they are added to `.grad`."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._sent: dict[int, HostCopy] = {}
@@ -119,9 +119,9 @@ class ParameterGradients:
 
 @contextmanager
 def differentiable(model: nn.Module, chosen: Callable[[nn.Parameter], bool]) -> Iterator[None]:
-    """Gradients of the chosen parameters alone, from nothing; afterwards the caller's own are as they were.
+    """Compute gradients of the chosen parameters only, from zero; the caller's gradients are restored afterwards.
 
-    What runs after accumulation (an optimiser's step inside backward) would change the model: it is put aside.
+    Code that runs after accumulation (an optimiser step inside backward) would change the model, so it is disabled.
     """
     parameters = list(model.parameters())
     before = [(p, p.grad, p.requires_grad) for p in parameters]

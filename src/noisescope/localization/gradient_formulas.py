@@ -44,7 +44,7 @@ _MOST_ELEMENTS = 1 << 22  # of a weight all of whose rows are judged, where it h
 
 @dataclass(frozen=True)
 class Rounding:
-    """What the device that computed a gradient rounds to."""
+    """The dtypes that a device rounds to when it computes a gradient."""
 
     dtype: torch.dtype
     device: str = "cpu"
@@ -52,7 +52,7 @@ class Rounding:
 
 @dataclass(frozen=True)
 class WeightUse:
-    """One use of a parameter in a backward: what it adds to the parameter's gradient."""
+    """One use of a parameter in a backward: its contribution to the parameter's gradient."""
 
     at: Callable[[Tensor, Rounding], tuple[Tensor, Tensor]]  # of these rows the values, and how far they may be off
     alone: Callable[[Tensor, Rows], Recomputed] | None = None  # the whole gradient judged as a product
@@ -60,7 +60,7 @@ class WeightUse:
 
 
 def sole_gradient(calls: GradientCalls, node: Node, side: str) -> Tensor | None:
-    """The gradient of the one tensor that a call is given, or gives; zeros where none arrived, None where none can."""
+    """The gradient of the only tensor that a call takes or returns; zeros if none arrived, None if none can."""
     tapped = calls.tapped(node, side)
     if len(tapped) != 1:
         return None
@@ -74,7 +74,7 @@ def sole_gradient(calls: GradientCalls, node: Node, side: str) -> Tensor | None:
 
 @dataclass(frozen=True)
 class LinearCall:
-    """A call of a module that computes x W^T + b, by what the host needs of it."""
+    """A call of a module that computes x W^T + b, with what the host needs to differentiate it."""
 
     x: Tensor  # [R, K]
     gradient: Tensor  # [R, N], of its output
@@ -84,7 +84,7 @@ class LinearCall:
 
     @classmethod
     def of(cls, node: Node, calls: GradientCalls) -> LinearCall | None:
-        """None where the module does something else, or its output has no gradient."""
+        """None if the module computes something else, or its output has no gradient."""
         module: Any = node.callee
         if node.operator != "linear" or not node.is_module or not given_one_tensor(node.args, node.kwargs):
             return None
@@ -135,7 +135,7 @@ def _sum_with_limit(
 
 
 def embedding_use(node: Node, calls: GradientCalls) -> WeightUse | None:
-    """The rows of the table that tokens have asked for; None for a class that does more than look them up."""
+    """The table rows that tokens looked up; None for a class that does more than look them up."""
     module: Any = node.callee
     if not isinstance(module, nn.Embedding) or type(module).forward is not nn.Embedding.forward:
         return None
@@ -165,7 +165,7 @@ def embedding_use(node: Node, calls: GradientCalls) -> WeightUse | None:
 
 
 def parameter_gradient(got: Tensor, uses: Sequence[WeightUse], rows: Rows) -> Recomputed:
-    """A parameter's gradient against the sum of its uses; one product alone is judged as such (`sums`)."""
+    """Check a parameter's gradient against the sum of its uses; a single product is checked as such (`sums`)."""
     if len(uses) == 1 and uses[0].alone is not None:
         return dataclasses.replace(uses[0].alone(got, rows), lead=())
     chosen = torch.arange(len(got))
@@ -183,7 +183,7 @@ def parameter_gradient(got: Tensor, uses: Sequence[WeightUse], rows: Rows) -> Re
 
 
 def product_gradients(node: Node, calls: GradientCalls, rows: Rows) -> dict[str, Recomputed] | None:
-    """By path, the gradients of both factors of a product; None for a form that autograd has to differentiate."""
+    """By path, the gradients of both factors of a product; None if autograd has to differentiate it."""
     if node.is_module or node.operator not in ("matmul", "bmm") or getattr(node.callee, "__name__", "") == "einsum":
         return None
     a, b = argument(node.args, node.kwargs, 0, "input"), argument(node.args, node.kwargs, 1, "other", "mat2")

@@ -1,4 +1,4 @@
-"""Judges the gradients of one group of modules: those that calls send back, those of parameters, and their sums."""
+"""Checks the gradients of one group of modules: those that calls return, those of parameters, and their sums."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class GradientJudge:
         self._log, self._twin, self._judged, self._owners = log, twin, judged, owners
         self._before: dict[int, Tensor] = {}  # `.grad` after the micro-batch before
         self._uses: dict[int, list[WeightUse]] = {}
-        self._unknown: dict[int, str] = {}  # parameters one of whose uses can't be computed again
+        self._unknown: dict[int, str] = {}  # parameters with a use that can't be recomputed
         self._nodes: dict[str, Node] = {}  # a call of each module, for its site
         self.parameters: dict[int, Share] = {}  # elements that were judged, of those that had gradients
 
@@ -81,7 +81,7 @@ class GradientJudge:
             self._parameter(p, sent)
 
     def loss(self, calls: GradientCalls, loss_of: Callable[[Any], Tensor | None]) -> None:
-        """The gradients of the model's outputs, which are those of the loss."""
+        """Check the gradients of the model's outputs, which come from the loss."""
         root = calls.tree.root
         tapped = calls.tapped(root, OUTPUT)
 
@@ -107,7 +107,7 @@ class GradientJudge:
     # -- operators
 
     def _by_formula(self, node: Node, calls: GradientCalls) -> bool:
-        """An operator whose gradients have a formula. False where its code has to be differentiated."""
+        """Check an operator whose gradients have a formula. False if its code has to be differentiated instead."""
         linear = LinearCall.of(node, calls)
         if linear is not None:
             got = _only(calls, node)
@@ -178,11 +178,11 @@ class GradientJudge:
             self._sent_wrongly(node, found, leaf, wrong)
 
     def _sent_wrongly(self, node: Node, found: CodeGradients, leaf: Leaf, wrong: Mapping[Leaf, Tensor]) -> None:
-        """A gradient that is not what the code makes of those that come back: named at the end that has the fault."""
+        """A gradient that differs from what the code computes from the incoming ones, reported at the faulty end."""
         side, at, _ = leaf
         receiver = node if at < 0 else node.children[at]
         senders = [node.children[one].module for one in sorted(found.reached[leaf]) if one >= 0]
-        words = f"what {type(node.callee).__name__} makes of the gradients that come back"
+        words = f"what {type(node.callee).__name__} computes from the incoming gradients"
         words += f" from {', '.join(senders)}" if senders else ""
         sender = None if at >= 0 and _hooked(receiver) else _sender(node, found, leaf, wrong)
         if sender is not None:
@@ -206,7 +206,7 @@ class GradientJudge:
             return
         own = next((name for name, q in self._modules[node.module]._parameters.items() if q is p), "weight")
         if id(p) in self._unknown or not uses:
-            reason = self._unknown.get(id(p), "no use of it is known")
+            reason = self._unknown.get(id(p), "it is not used anywhere noisescope can see")
             self._log.judged.unknown(node, f"gradient of {own}: {reason}")
             self.parameters[id(p)] = Share(0, p.numel())
             return
@@ -218,7 +218,7 @@ class GradientJudge:
         self._accumulated(p, got, node, own)
 
     def _accumulated(self, p: nn.Parameter, got: Tensor, node: Node, own: str) -> None:
-        """`.grad` is the sum of what it was before and what this micro-batch sent, rounded once: bit for bit."""
+        """Check that `.grad` equals its previous value plus this micro-batch's gradient, rounded once, bit for bit."""
         held = torch.zeros_like(got) if p.grad is None else on_host(p.grad.detach()).clone()
         before = self._before.get(id(p))
         expected = got if before is None else before + got
@@ -229,7 +229,7 @@ class GradientJudge:
         width = held.shape[-1] if held.dim() else 1
         exact = Reference(expected.reshape(-1, width).double(), (), exact=True)
         found = Recomputed(held.reshape(-1, width), exact)
-        words = f"the sum of the gradients of {own} that the micro-batches sent, in {p.dtype}"
+        words = f"the sum of the gradients of {own} from all micro-batches, in {p.dtype}"
         self._log.gradient(_site(node, ACCUMULATED), found, judge(found.y, exact), node, About(words))
 
     # -- judging
@@ -254,7 +254,7 @@ def _only(calls: GradientCalls, node: Node) -> Tensor | None:
 
 
 def _arrived(calls: GradientCalls, node: Node, side: str, path: str) -> Tensor:
-    """A gradient; zeros where none arrived, which is what autograd makes of it."""
+    """A gradient; zeros if none arrived, as in autograd."""
     found = calls.gradient(node, side, path)
     return torch.zeros_like(calls.tapped(node, side)[path]) if found is None else found
 
@@ -273,7 +273,7 @@ def _code_use(expected: Expected) -> WeightUse:
 
 
 def _sender(node: Node, found: CodeGradients, leaf: Leaf, wrong: Mapping[Leaf, Tensor]) -> int | None:
-    """The call (-1: the module's own output) whose gradient was changed on its way, if one explains more than this.
+    """The call (-1: the module's own output) whose gradient was changed on the way, if that explains more than this.
 
     All that follows from its gradient is wrong, and that is most; or it has backward hooks.
     """

@@ -1,4 +1,4 @@
-"""How far a gradient may be off: host runs of the same code in which every operation rounds at random (Monte Carlo)."""
+"""Tolerances for gradients, from host runs of the same code in which every operation rounds randomly (Monte Carlo)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _EXACT = frozenset(_EXACT_NAMES.split())
 
 
 def moved(x: Tensor, generator: torch.Generator, dtype: torch.dtype | None = None) -> Tensor:
-    """Each element moved at random by some units of round-off (of this dtype) of itself and of its row's rms."""
+    """Each element perturbed randomly by some units of round-off (of this dtype) of itself and of its row's rms."""
     if not x.is_floating_point() or not x.numel() or x.dtype.itemsize < 2:
         return x
     form = number_format(x.dtype if dtype is None else dtype)
@@ -48,7 +48,7 @@ def moved(x: Tensor, generator: torch.Generator, dtype: torch.dtype | None = Non
 
 
 class RoundingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Moves what every inexact operation gives, in the forward and in autograd's backward."""
+    """Perturbs the result of every inexact operation, in the forward and in autograd's backward."""
 
     def __init__(self, generator: torch.Generator) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -67,7 +67,7 @@ class RoundingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @dataclass(frozen=True)
 class Expected:
-    """A gradient in float64, how far each element may be off, and by what share all of them together."""
+    """A gradient in float64, the tolerance of each element, and the tolerance of a common factor."""
 
     values: Tensor
     limit: Tensor
@@ -79,7 +79,7 @@ def expected_gradients(
     dtypes: Mapping[Key, torch.dtype],
     rounded: Callable[[torch.Generator], Mapping[Key, Tensor | None]],
 ) -> dict[Key, Expected]:
-    """Exact gradients with limits from runs of the same code that round at random."""
+    """Exact gradients, with tolerances from runs of the same code with random rounding."""
     runs = [rounded(torch.Generator("cpu").manual_seed(_SEED + number)) for number in range(_RUNS)]
     return {
         key: _expected(value, [run.get(key) for run in runs], dtypes[key])
@@ -103,14 +103,14 @@ def _expected(value: Tensor, runs: Sequence[Tensor | None], dtype: torch.dtype) 
 
 
 def _gain(off: Tensor, values: Tensor) -> float:
-    """By what share a gradient is too large along itself."""
+    """By what share a gradient is too large along its own direction."""
     finite = torch.where(values.isfinite() & off.isfinite(), values, 0.0)
     size = float(finite.square().sum())
     return float((torch.where(off.isfinite(), off, 0.0) * finite).sum()) / size if size > 0 else 0.0
 
 
 def as_rows(got: Tensor, expected: Expected, *, tokens: bool) -> Recomputed:
-    """A gradient and what it should be as rows and channels; `tokens`: whether rows are tokens of the forward."""
+    """A gradient and its expected value as rows and channels; `tokens` says whether rows are tokens of the forward."""
     width = got.shape[-1] if got.dim() else 1
     lead = tuple(got.shape[:-1]) if tokens else ()
     values, limit = (x.reshape(-1, width) for x in (expected.values, expected.limit))
@@ -118,7 +118,7 @@ def as_rows(got: Tensor, expected: Expected, *, tokens: bool) -> Recomputed:
 
 
 def judge_gradient(found: Recomputed, gain: float) -> Judgement:
-    """Elements against their limits, and the size of the whole along what it should be."""
+    """Check elements against their tolerances, and the overall size along the expected direction."""
     y, values, limit = found.y.double(), found.reference.values, 2 * found.reference.bound
     one_sided = y.isfinite() != values.isfinite()
     finite = y.isfinite() & values.isfinite()

@@ -1,10 +1,10 @@
-"""The model's own code under autograd on the host: what gradients it makes of those that came back from its calls.
+"""Runs the model's own code under autograd on the host, to compute the gradients it must return.
 
-A module's code is run with the device's recorded results in place of the calls it makes. Its graph then has the
-module's inputs, the results of its calls and the parameters that it reads as leaves, and what it gave to its calls and
-returned as ends. The gradients that the device recorded at the ends go in; those at the leaves must be what the device
-recorded there. So sums over several uses, rotations, masks, products and whole norms are differentiated by autograd on
-the host, in float64, from what the device had; limits come from runs that round at random (gradient_rounding.py).
+A module's code runs with the device's recorded results in place of the calls it makes. The leaves of its graph are the
+module's inputs, the results of its calls and the parameters it reads; the roots are what it passed to its calls and
+what it returned. The gradients recorded at the roots go in, and those at the leaves must match what the device
+recorded. Autograd on the host thus differentiates sums over several uses, rotations, masks, products and whole norms,
+in float64 from the device's values. Tolerances come from runs with random rounding (gradient_rounding.py).
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ _MOST_PARAMETERS = 1 << 26  # elements that a module's code may read directly: t
 
 
 class NotDifferentiated(Exception):
-    """A module whose code could not be run, or gave something else than on the device; and why."""
+    """A module whose code could not run, or returned something different from the device, and why."""
 
 
 @dataclass(frozen=True)
 class CodeGradients:
-    """What a module's code makes of the gradients that came back."""
+    """The gradients that a module's code computes from the incoming ones."""
 
     expected: dict[Leaf, Expected]
     reached: dict[Leaf, frozenset[int]]  # calls whose gradients have a part in it; -1: the module's own output's
 
 
 class GradientTwin(HostTwin):
-    """The modules of a model, copied without their weights, differentiated around a recorded tree."""
+    """The modules of a model, copied without weights, differentiated around a recorded call tree."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
@@ -56,7 +56,7 @@ class GradientTwin(HostTwin):
         self._wide = True
 
     def gradients(self, node: Node, calls: GradientCalls) -> CodeGradients:
-        """Of the inputs of a call, of the results of the calls inside it and of parameters that its code read."""
+        """Gradients of a call's inputs, of the results of its inner calls, and of the parameters its code read."""
         try:
             exact = self._run_back(node, calls, wide=True)
         except NotDifferentiated:  # code may insist on its dtype
@@ -73,7 +73,7 @@ class GradientTwin(HostTwin):
             for leaf in coarse:
                 own, value = plain[leaf], expected[leaf].values
                 if own is not None and _rms(own.double() - value) < _NEAR * _rms(value):
-                    raise NotDifferentiated("a choice in its code turns under random rounding")
+                    raise NotDifferentiated("a branch in its code depends on rounding")
         return CodeGradients(expected, exact.reached)
 
     def _dtype(self, node: Node, calls: GradientCalls, leaf: Leaf) -> torch.dtype:
@@ -86,7 +86,7 @@ class GradientTwin(HostTwin):
         """A leaf that stands for a parameter of the model, in the precision of this run."""
         if id(value) not in self._leaves:
             if value.numel() > _MOST_PARAMETERS or type(value) not in (Tensor, nn.Parameter) or value.is_meta:
-                raise NotDifferentiated(f"its code reads a parameter that is packed or too large {list(value.shape)}")
+                raise NotDifferentiated(f"its code reads a packed or oversized parameter {list(value.shape)}")
             self._dtypes[id(value)] = value.dtype
             self._leaves[id(value)] = _leaf(value.detach().to("cpu"), wide=self._wide)
         return self._leaves[id(value)]
@@ -107,7 +107,7 @@ class GradientTwin(HostTwin):
                 return run.back(self._leaves)
         except NotDifferentiated:
             raise
-        except Exception as error:  # a stranger's code may raise anything
+        except Exception as error:  # third-party code may raise anything
             raise NotDifferentiated(
                 f"its code can't be differentiated on the host ({type(error).__name__}: {str(error)[:80]})"
             ) from None
@@ -141,7 +141,7 @@ class _GradientRun(_Run):
         self._sent: dict[tuple[int, str], Tensor] = {}  # what a call was given (-1: what the module returned)
 
     def leaves_of(self, at: int, side: str, value: Any) -> Any:
-        """A recorded tree with tensors of its own, leaves where the device had gradients."""
+        """A recorded tree with its own tensors, which are leaves where the device had gradients."""
         node = self.node if at < 0 else self.node.children[at]
         paths = iter([path for path, _ in tensors_in(value)])
 
@@ -177,7 +177,7 @@ class _GradientRun(_Run):
             return self.answer(at, (args, kwargs))
 
     def back(self, parameters: Mapping[int, Tensor]) -> _Back:
-        """The gradients at the leaves, from those that the device recorded at the ends."""
+        """The gradients at the leaves, from those that the device recorded at the roots."""
         leaves = dict(self._leaves) | {(WEIGHT, key, ""): x for key, x in parameters.items()}
         total: dict[Leaf, Tensor | None] = dict.fromkeys(leaves)
         reached: dict[Leaf, set[int]] = {leaf: set() for leaf in leaves}
@@ -187,7 +187,7 @@ class _GradientRun(_Run):
             if gradient is None:
                 continue
             if gradient.shape != x.shape:
-                raise NotDifferentiated("its code gives other shapes on the host than on the device")
+                raise NotDifferentiated("its code returns different shapes on the host and on the device")
             ends.setdefault(at, []).append((x, gradient.to(x.dtype)))
         names = list(leaves)
         last = len(ends) - 1

@@ -1,7 +1,7 @@
-"""The code that the host runs in place of the device: classes as they are on disk, and which functions are exact.
+"""The code that the host runs as a reference: classes as they are on disk, and which functions are exact.
 
-Whatever was replaced in memory since a file of transformers was imported (a function of it, a method of a cache) does
-not take part: the file is read again, under another name.
+Anything in transformers that was patched in memory after import (a function, a method of a cache) is ignored: the file
+is loaded again under another name.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FILES = ("modeling_", "cache_utils")  # a model's own code, and the caches
 
 
 def as_on_disk(cls: type) -> type:
-    """The class of the same name from its file, read again; the class itself where the file may not be run again."""
+    """The class of the same name, loaded again from its file; the class itself if the file can't be loaded again."""
     if not cls.__module__.startswith(_PACKAGE) or "<locals>" in cls.__qualname__:
         return cls
     module = read_again(cls.__module__)
@@ -35,7 +35,7 @@ def as_on_disk(cls: type) -> type:
 
 
 def restore_code(value: Any, depth: int = 4) -> None:
-    """Gives an object, and those that it holds, the methods on disk. They stay instances of their own class as well."""
+    """Give an object, and the objects it holds, their methods from disk. They remain instances of their own class."""
     if depth < 0 or isinstance(value, type):
         return
     if isinstance(value, (list, tuple)):
@@ -56,7 +56,7 @@ def restore_code(value: Any, depth: int = 4) -> None:
 
 @functools.cache
 def _restored(cls: type) -> type:
-    """A class that has the methods on disk first, and is a subclass of the one in memory."""
+    """A subclass of the class in memory whose methods come from disk."""
     disk = as_on_disk(cls)
     if disk is cls:
         return cls
@@ -69,7 +69,7 @@ def _restored(cls: type) -> type:
 
 @contextmanager
 def _registries_kept() -> Iterator[None]:
-    """Classes of cache layers enter themselves into tables when they are defined: their copies must not."""
+    """Cache layer classes register themselves when they are defined; their copies must not."""
     held = vars(sys.modules["transformers.cache_utils"]) if "transformers.cache_utils" in sys.modules else {}
     tables = [value for name, value in held.items() if name.isupper() and isinstance(value, dict)]
     before = [dict(table) for table in tables]
@@ -83,7 +83,7 @@ def _registries_kept() -> Iterator[None]:
 
 @functools.cache
 def read_again(name: str, files: tuple[str, ...] = _FILES) -> ModuleType | None:
-    """A module run once more from its file, under another name; None if its file is called otherwise, or can't be."""
+    """A module executed again from its file under another name; None if its file has another name or can't be run."""
     path = getattr(sys.modules.get(name), "__file__", None)
     if path is None or not name.rpartition(".")[2].startswith(files):
         return None
@@ -132,9 +132,10 @@ _EXACT = frozenset(_SHAPES.split()) | _SINGLE_NAMES
 
 
 def is_exact(function: Any, args: tuple[Any, ...]) -> bool:
-    """Whether its result depends on no order of summation and on no approximation. Unknown functions are not.
+    """Whether a function's result depends neither on summation order nor on an approximation.
 
-    Python numbers: some devices round them to the tensor's dtype first, and divide by multiplying by the reciprocal.
+    Unknown functions count as inexact. Some devices round Python numbers to the tensor's dtype first, and divide by
+    multiplying with the reciprocal.
     """
     name = getattr(function, "__name__", "")
     if name in ("__get__", "__set__"):  # attributes such as shape, dtype, grad
@@ -151,7 +152,7 @@ def is_exact(function: Any, args: tuple[Any, ...]) -> bool:
 
 
 def _in_few_bits(number: float) -> bool:
-    """Whether bfloat16 and float16 hold a number exactly."""
+    """Whether bfloat16 and float16 represent a number exactly."""
     return not math.isfinite(number) or float(torch.tensor(number, dtype=torch.bfloat16)) == number
 
 
@@ -159,7 +160,7 @@ CHOICES = frozenset({"sort", "argsort", "topk", "max", "min", "argmax", "argmin"
 
 
 def is_valid_choice(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> bool:
-    """Whether a device sorted, or chose the largest, rightly: of equal numbers any may come first."""
+    """Whether a device sorted, or chose the largest, correctly: of equal numbers any may come first."""
     x: Any = args[0] if args else kwargs.get("input")
     given = output if isinstance(output, tuple) else (output,)
     try:
@@ -190,7 +191,7 @@ def _dimension(name: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _as_index(indices: Tensor, x: Tensor, dim: int | None) -> Tensor:
-    """Indices in a form that gather takes: a chosen one lost its dimension."""
+    """Indices in a form that gather accepts, with the dimension that a single choice loses."""
     if dim is None:
         return indices.reshape(1)
     return indices if indices.dim() == x.dim() else indices.unsqueeze(dim)
@@ -198,7 +199,7 @@ def _as_index(indices: Tensor, x: Tensor, dim: int | None) -> Tensor:
 
 @contextmanager
 def without_modes() -> Iterator[None]:
-    """Tensor classes do their part, modes of the caller's (a simulated fault is one) do not."""
+    """Run with tensor subclasses active but without the caller's modes (a simulated fault is one)."""
     held = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]  # type: ignore[no-untyped-call]
     try:
         with torch._C._EnableTorchFunction():

@@ -1,4 +1,4 @@
-"""Copies on the host: of the tensors and objects that a model passes along, and of its modules."""
+"""Copies on the host of a model's modules, and of the tensors and objects it passes along."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _MOST_WAITING = 1 << 28  # bytes of locked memory
 
 
 class HostStates:
-    """What of a model's calls is on the host: copies of tensors, and one counterpart of each object that it changes.
+    """The host's copies of tensors, and one counterpart for each object that the model changes.
 
-    The counterpart of a cache, say, is made when the object is seen for the first time, and from then on only the
-    host's own code changes it. So what a cache returns on the device later is compared with what was written into it.
+    The counterpart of a cache, for example, is created when the object first occurs, and from then on only the host's
+    code changes it. What a cache later returns on the device is thus compared with what was written into it.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class HostStates:
     def on_host(self, value: Any) -> Any:
         """A tree of arguments with its tensors copied to the host and its objects replaced by their counterparts.
 
-        The copies may be used after `settle` only.
+        The copies may be used only after `settle`.
         """
         with torch._C.DisableTorchFunction():  # a function mode of the caller's is for the model
             return mapped(value, each_once(self._copies.copy), self._counterpart)
@@ -53,13 +53,13 @@ class HostStates:
         return self._known[id(value)][1]
 
     def adopt(self) -> None:
-        """Recurrent states as the device has them, where the host's differ by round-off: it would grow step by step."""
+        """Take over the device's recurrent states if the host's differ by round-off, which would grow each step."""
         for value, counterpart in self._known.values():
             _adopt(value, counterpart, 4)
 
 
 def _adopt(value: Any, counterpart: Any, depth: int) -> None:
-    """Keys and values are copied and never computed on: those must be what was written."""
+    """Keys and values are copied and never computed with, so they must equal what was written."""
     theirs, mine = _slots(value), _slots(counterpart)
     if depth < 0 or theirs is None or mine is None:
         return
@@ -77,7 +77,7 @@ def _adopt(value: Any, counterpart: Any, depth: int) -> None:
 
 
 def _slots(value: Any) -> list[tuple[Any, Any]] | None:
-    """What a list, a mapping or an object holds, by index, key or attribute."""
+    """The items of a list, mapping or object, by index, key or attribute."""
     if isinstance(value, Tensor):
         return None
     if isinstance(value, (list, tuple)):
@@ -88,10 +88,10 @@ def _slots(value: Any) -> list[tuple[Any, Any]] | None:
 
 
 class HostCopies:
-    """Copies of the tensors of one forward. What one call gives and others get is held once, if its bits are the same.
+    """Copies of the tensors of one forward.
 
-    From CUDA, tensors are copied into locked memory in the order of the stream, so that nothing waits until that memory
-    is to be used for others.
+    A tensor that one call returns and others receive is stored once, if its bits are the same. CUDA tensors are copied
+    to pinned memory in stream order, so nothing waits until that memory is reused.
     """
 
     def __init__(self) -> None:
@@ -115,7 +115,7 @@ class HostCopies:
         return here
 
     def settle(self) -> None:
-        """Waits until all copies are there, and forgets where they came from: that memory may hold anything next."""
+        """Wait until all copies are complete, and forget their sources, whose memory may be reused."""
         self._fetch()
         self._held.clear()
 
@@ -135,13 +135,13 @@ class HostCopies:
 
 
 def copied(x: Tensor) -> Tensor:
-    """A tensor's copy on the host, at once."""
+    """A tensor's copy on the host, available immediately."""
     x = x.detach()
     return x.clone() if x.device.type == "cpu" else x.to("cpu")
 
 
 def each_once(make: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """A copy of each tensor, the same one where a tensor comes again: code asks `query is key`, or writes in place."""
+    """One copy per tensor, reused where the tensor occurs again: code may test `query is key`, or write in place."""
     made: dict[int, tuple[Tensor, Tensor]] = {}
 
     def copy_of(x: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ def each_once(make: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 
 
 def is_state(value: Any) -> bool:
-    """Whether a value is an object with attributes of its own that a model may change."""
+    """Whether a value is an object with attributes that a model may change."""
     if isinstance(value, (type, nn.Module, torch.dtype, torch.device)) or callable(value):
         return False
     return hasattr(value, "__dict__") and type(value).__name__.lower().find("config") < 0
@@ -176,7 +176,7 @@ def mapped(value: Any, tensor: Callable[[Tensor], Any], other: Callable[[Any], A
 
 
 def leaves_in(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """What a tree holds that is no tuple, list or mapping, each with its path ("0", "position_embeddings.1")."""
+    """The leaves of a tree (no tuples, lists or mappings), each with its path ("0", "position_embeddings.1")."""
     if isinstance(value, (tuple, list)):
         for at, each in enumerate(value):
             yield from leaves_in(each, f"{path}.{at}".lstrip("."))
@@ -188,7 +188,7 @@ def leaves_in(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def plain_values(value: Any) -> dict[str, Any]:
-    """Of a tree, by path: numbers and flags as they are, and of anything else its kind."""
+    """The leaves of a tree by path: numbers and flags themselves, and the type of anything else."""
     found: dict[str, Any] = {}
     for path, leaf in leaves_in(value):
         if isinstance(leaf, (bool, int, float)):
@@ -244,7 +244,7 @@ _OWN_FORWARDS = ("forward", "_hf_hook", "_old_forward")  # the last two are acce
 
 
 def own_state(module: nn.Module) -> dict[str, dict[str, Any]]:
-    """What a module's code may change in it: buffers, tensors, numbers."""
+    """The state that a module's code may change: buffers, tensors, numbers."""
     plain = (bool, int, float, Tensor)
     own = {name: value for name, value in vars(module).items() if name[0] != "_" and isinstance(value, plain)}
     found = {"own": own, "buffers": {name: value for name, value in module._buffers.items() if value is not None}}
@@ -258,7 +258,7 @@ def set_state(module: nn.Module, state: dict[str, dict[str, Any]]) -> None:
 
 
 class HostParameters(dict[str, Any]):
-    """Parameters by name, copied to the host when code asks for one; asked for all, it shows shapes and dtypes."""
+    """Parameters by name, copied to the host on demand; iterating over all shows only shapes and dtypes."""
 
     was_read = False
     source: Callable[[Tensor], Tensor] | None = None  # what stands for a parameter of the model, where asked for
@@ -284,7 +284,7 @@ def _hollow(value: Tensor) -> Tensor:
 
 
 def copied_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Every module by name, without hooks and without forwards of its own, its buffers on the host."""
+    """Every module by name, without hooks or instance-level forwards, with its buffers on the host."""
     memo: dict[int, Any] = {}
     for module in model.modules():
         memo |= {id(p): p for p in module._parameters.values() if p is not None}

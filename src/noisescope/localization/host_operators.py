@@ -1,4 +1,4 @@
-"""Any operator computed again on the host in float64, from the call that the device got."""
+"""Recomputes any operator on the host in float64, from the call that the device received."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ _GAIN_SHARE = 0.1  # of half an ulp
 _STEPS = (
     0.5  # of what gelu's steps could add up to: of all numbers in 16 bits none is off by more than an eighth of that
 )
-NOT_LINEAR = "something else than x W^T + b"
+NOT_LINEAR = "something other than x W^T + b"
 
 
 class Unseen(Exception):
-    """An operator that can't be computed again, and why."""
+    """An operator that can't be recomputed, and why."""
 
 
 @contextmanager
 def host_arithmetic() -> Iterator[None]:
-    """Plain torch: no mode of the caller's (a simulated fault is one), no autocast, no gradients."""
+    """Plain torch: without the caller's modes (a simulated fault is one), autocast or gradients."""
     with ExitStack() as stack:
         stack.enter_context(_disable_current_modes())
         stack.enter_context(shipped_functions())
@@ -66,7 +66,7 @@ def host_arithmetic() -> Iterator[None]:
 def recompute(
     operator: str, callee: Any, args: tuple[Any, ...], kwargs: dict[str, Any], y: Tensor, rows: Rows
 ) -> Recomputed:
-    """What a call gave and should have given. Raises Unseen where that is not known."""
+    """What a call returned and what it should have returned. Raises Unseen if that is unknown."""
     if not isinstance(y, Tensor) or not y.is_floating_point() or y.dtype.itemsize < 2:
         raise Unseen(f"its output is {getattr(y, 'dtype', type(y).__name__)}")
     if y.numel() == 0:
@@ -79,12 +79,12 @@ def recompute(
     else:
         again = _FUNCTIONS.get(callee) or _FUNCTIONS_BY_OPERATOR.get(operator)
     if again is None:
-        raise Unseen(f"no formula is known for {name}")
+        raise Unseen(f"noisescope has no formula for {name}")
     return again(callee, args, kwargs, y, rows)
 
 
 def input_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The first tensor of a call that must have one."""
+    """The first tensor argument of a call that must have one."""
     x = first_tensor(args, kwargs)
     if x is None:
         raise Unseen("it was called without a tensor")
@@ -95,20 +95,20 @@ def input_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 
 def given_one_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a module's formula can hold for a call: a gate, or a second input, would make it another one."""
+    """Whether a module's formula applies to a call: a gate or a second input would change it."""
     return sum(isinstance(value, Tensor) for value in (*args, *kwargs.values())) == 1
 
 
 def _only_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     if not given_one_tensor(args, kwargs):
-        raise Unseen("it is given more than one tensor")
+        raise Unseen("it takes more than one tensor")
     return input_of(args, kwargs)
 
 
 def _linear_module(module: Any, args: Any, kwargs: Any, y: Tensor, rows: Rows) -> Recomputed:
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
     if not isinstance(weight, Tensor) or weight.is_meta:
-        raise Unseen("its weight is not at hand (offloaded, or packed)")
+        raise Unseen("its weight is not available (offloaded or packed)")
     if type(weight) not in (Tensor, nn.Parameter):
         raise Unseen(f"its weight is packed ({type(weight).__name__})")
     if weight.dim() != 2 or weight.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
@@ -119,7 +119,7 @@ def _linear_module(module: Any, args: Any, kwargs: Any, y: Tensor, rows: Rows) -
         raise Unseen(f"its class {type(module).__name__} computes {NOT_LINEAR}")
     weight = weight.detach().T if formula.transposed else weight
     if weight.shape != (y.shape[-1], x.shape[-1]):
-        raise Unseen(f"its weight {tuple(weight.shape)} does not fit its input and output")
+        raise Unseen(f"its weight {tuple(weight.shape)} does not match its input and output shapes")
     return host_products.linear(x, weight, bias if formula.bias else None, y, rows)
 
 
@@ -127,7 +127,7 @@ def _norm_module(module: nn.Module, args: Any, kwargs: Any, y: Tensor, rows: Row
     x = _only_input(args, kwargs)
     formula = norm_formula(module, x.shape[-1])
     if formula is None:
-        raise Unseen(f"the formula of {type(module).__name__} is not one that is known here")
+        raise Unseen(f"the formula of {type(module).__name__} is not recognised")
     if norm_rounds_at_every_step(module, x.shape[-1], x.dtype):
         raise Unseen(f"the code of {type(module).__name__} rounds to {x.dtype} at every step")
     return norm_by(formula, module, x, y, rows)
@@ -137,7 +137,7 @@ def norm_by(formula: NormFormula, module: nn.Module, x: Tensor, y: Tensor, rows:
     """A norm module by its formula, with its own gain and bias."""
     weight, bias = formula.parameters_of(module)
     if any(p is not None and p.is_meta for p in (weight, bias)):
-        raise Unseen("its weight is not at hand (offloaded)")
+        raise Unseen("its weight is not available (offloaded)")
     return _norm(formula, x, weight, bias, y, rows)
 
 
@@ -146,7 +146,7 @@ def _norm(
 ) -> Recomputed:
     """A norm rounds once, or (cast before the gain) twice; its two sums run over the width of the row."""
     if x.shape != y.shape:
-        raise Unseen("its output has another shape than its input")
+        raise Unseen("its output shape differs from its input shape")
     out, wide = _pick(x, y)
     out = out.to(narrower(x.dtype, out.dtype))  # under autocast sixteen bits may come out as float32
     w = None if weight is None else on_host(weight).double()
@@ -178,7 +178,7 @@ def _norm(
 def _activation_module(module: nn.Module, args: Any, kwargs: Any, y: Tensor, rows: Rows) -> Recomputed:
     found = activation_formula(module)
     if found is None:
-        raise Unseen(f"the formula of {type(module).__name__} is not one that is known here")
+        raise Unseen(f"the formula of {type(module).__name__} is not recognised")
     return _activation(found[0], _only_input(args, kwargs), y, stepwise=found[1])
 
 
@@ -210,9 +210,10 @@ def _activation(name: str, x: Tensor, y: Tensor, *, stepwise: bool = False) -> R
 
 
 def _embedding_module(module: Any, args: Any, kwargs: Any, y: Tensor, rows: Rows) -> Recomputed:
-    """Rows of a table, bit by bit. A class that scales them, or makes its own indices, is run on a copy of the table.
+    """Rows of a table, bit for bit.
 
-    One product is rounded alike everywhere, so the class's own code on the host gives the same bits.
+    A class that scales them, or computes its own indices, runs on a copy of the table. A single product rounds the same
+    everywhere, so the class's own code on the host gives the same bits.
     """
     table = module.weight
     if table.is_meta:
@@ -223,15 +224,15 @@ def _embedding_module(module: Any, args: Any, kwargs: Any, y: Tensor, rows: Rows
     elif looks_up_rows(module, args, kwargs):
         found = run_on_host(module, args, kwargs)
         if not isinstance(found, Tensor) or found.shape != y.shape:
-            raise Unseen(f"its class {type(module).__name__} gives something else on the host")
+            raise Unseen(f"its class {type(module).__name__} gives a different result on the host")
         expected = found.reshape(out.shape)
     else:
-        raise Unseen(f"its class {type(module).__name__} computes something else than rows of its table")
+        raise Unseen(f"its class {type(module).__name__} computes something other than rows of its table")
     return Recomputed(out, Reference(expected.double(), (), exact=True), lead=_lead(y))
 
 
 def _rows_of(table: Tensor, indices: Tensor) -> Tensor:
-    """Rows of a table on the host, each copied by itself: no gather of the device is trusted, no table moved whole."""
+    """Rows of a table on the host, each copied separately, without the device's gather and without moving the table."""
     used, places = torch.unique(indices, return_inverse=True)
     if table.device.type == "cpu" or len(used) > len(table) // 4:
         return on_host(table)[indices]
@@ -250,14 +251,14 @@ def _product_function(callee: Any, args: Any, kwargs: Any, y: Tensor, rows: Rows
     if callee is torch.einsum:
         operands = args[1] if len(args) == 2 and isinstance(args[1], (tuple, list)) else args[1:]
         if len(operands) != 2 or not isinstance(args[0], str):
-            raise Unseen("an einsum of other than two operands")
+            raise Unseen("an einsum with more or fewer than two operands")
         return host_products.einsum(args[0], operands[0], operands[1], y, rows)
     a, b = argument(args, kwargs, 0, "input", "self"), argument(args, kwargs, 1, "other", "mat2", "tensor2")
     if callee is Tensor.__rmatmul__:
         a, b = b, a
     if callee in OUTER:
         if a.shape[-1:] != (1,) or b.dim() != 1:
-            raise Unseen("a product of elements that is no outer product")
+            raise Unseen("an elementwise product that is not an outer product")
         b = b[None]
     if b.dim() == 2 and a.dim() >= 2:  # one weight for all rows: checksums can check all of them
         return host_products.linear(a, b.detach().T, None, y, rows)
@@ -276,7 +277,7 @@ def _grouped_function(callee: Any, args: Any, kwargs: Any, y: Tensor, rows: Rows
     x, weights = argument(args, kwargs, 0, "input", "self", "mat_a"), argument(args, kwargs, 1, "weight", "mat2")
     ends = argument(args, kwargs, 2, "offs")
     if ends is None or x.dim() != 2 or weights.dim() != 3 or kwargs.get("bias") is not None:
-        raise Unseen("a grouped product of another form than rows by experts")
+        raise Unseen("a grouped product that is not rows by experts")
     return host_products.grouped(x, weights, ends, y, rows)
 
 
@@ -299,7 +300,7 @@ def _softmax_function(callee: Any, args: Any, kwargs: Any, y: Tensor, rows: Rows
 
 def _activation_function(callee: Any, args: Any, kwargs: Any, y: Tensor, rows: Rows) -> Recomputed:
     if kwargs.get("inplace") or (callee is F.silu and len(args) > 1 and args[1]):
-        raise Unseen("it writes its result over its input")
+        raise Unseen("it overwrites its input with its result")
     name = "silu"
     if callee is F.gelu:
         name = {"none": "gelu", "tanh": "gelu_tanh"}[argument((), kwargs, 0, "approximate", default="none")]
@@ -334,7 +335,7 @@ def _fused_attention(callee: Any, args: Any, kwargs: Any, y: Tensor, rows: Rows)
         scale=given.scale,
     )
     if not len(again.y):
-        raise Unseen("all its rows hold NaN, or may look nowhere")
+        raise Unseen("every row holds NaN or is fully masked")
     return again
 
 
@@ -361,7 +362,7 @@ _FUNCTIONS_BY_OPERATOR: dict[str, Again] = {
 
 
 def _pick(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Output rows, and input rows in float64: evenly spread ones where they are many."""
+    """Output rows, and input rows in float64; evenly spaced ones if there are many."""
     total = y.numel() // max(1, y.shape[-1])
     step = _step(y)
     out, given = y.reshape(total, -1)[::step], x.reshape(total, -1)[::step]

@@ -1,4 +1,4 @@
-"""Products and attention computed again on the host in float64, from the operands that the device was given."""
+"""Recomputes matrix products and attention on the host in float64, from the operands that the device received."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from noisescope.localization.weight_pass import as_multiplied as as_multiplied
 from noisescope.localization.weight_pass import checksums as checksums
 
 _PARTIAL_SUMS = 8
-_MOST_PRODUCTS = 1 << 29  # multiply-adds of q k^T for which every row of attention is computed again
+_MOST_PRODUCTS = 1 << 29  # multiply-adds of q k^T up to which every row of attention is recomputed
 
 
 @dataclass(frozen=True)
 class Weighing:
-    """The scores of an attention call, those of hidden keys too, and the values they weigh, by rows of its output."""
+    """The scores of an attention call, including those of masked keys, and the values they weight, by output row."""
 
     scores: Tensor  # [B, T, S], B for each sequence and head
     hidden: Tensor  # [B, T, S]
@@ -43,7 +43,7 @@ class Weighing:
 
 @dataclass(frozen=True)
 class Recomputed:
-    """One operator's output and what it should be, as rows and channels."""
+    """One operator's output and its expected value, as rows and channels."""
 
     y: Tensor  # [R, C], the device's numbers, on the host, in their dtype
     reference: Reference
@@ -55,7 +55,7 @@ class Recomputed:
     weighing: Weighing | None = None  # of attention, how it weighs its values
 
     def part(self, first: int, lead: tuple[int, ...]) -> Recomputed:
-        """Of several calls as one, the call whose rows begin at `first`; `lead` is the shape of its own rows."""
+        """The call whose rows start at `first`, from several merged calls; `lead` is the shape of its own rows."""
         index = torch.arange(len(self.y)) if self.rows is None else self.rows
         begin, end = torch.searchsorted(index, torch.tensor([first, first + math.prod(lead)])).tolist()
         here = slice(begin, end)
@@ -67,7 +67,7 @@ class Recomputed:
 
 
 class Rows:
-    """Which rows of an operator's output are computed again: all if few, else a sample with the first and the last."""
+    """Which output rows are recomputed: all if there are few, else a sample that includes the first and the last."""
 
     def __init__(self, most: int, seed: int, device: str = "cpu") -> None:
         self.most = most
@@ -76,7 +76,7 @@ class Rows:
         self._generator = torch.Generator("cpu").manual_seed(seed)
 
     def around(self, first: int, last: int) -> Rows:
-        """The same, with all of so many rows at the beginning, and one of so many at the end."""
+        """The same selection plus all of the first rows and one of the last rows."""
         found = copy.copy(self)
         found._first, found._last = first, last
         seed = torch.randint(1 << 40, (), generator=self._generator, device="cpu")
@@ -101,7 +101,7 @@ class Rows:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, rows: Rows) -> Recomputed:
-    """x [..., K] times weight [N, K]; where rows are many, checksums say which to take beside the sampled ones."""
+    """x [..., K] times weight [N, K]; with many rows, checksums decide which to recompute besides the sample."""
     a, out = host_rows(x), host_rows(y)
     a = as_multiplied(a, out)
     added = None if bias is None else as_multiplied(on_host(bias), out).double()
@@ -127,7 +127,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, rows: Rows
 
 
 def _multiply(a: Tensor, weight: Tensor, y: Tensor, check: Checker | None = None) -> tuple[Tensor, Tensor]:
-    """a w^T in float64, and S^2 + P^2 in float32 (they only scale a floor), some columns at a time."""
+    """a w^T in float64, and S^2 + P^2 in float32 (they only scale a tolerance), some columns at a time."""
     values = a.new_empty(len(a), len(weight))
     squares = torch.empty(len(a), len(weight))
     a_squared = a.square().float()
@@ -141,7 +141,7 @@ def _multiply(a: Tensor, weight: Tensor, y: Tensor, check: Checker | None = None
 
 
 def _partial_sums(a: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    """a w^T in float64, and P^2: the mean square of the partial sums at a few places of the inner dimension."""
+    """a w^T in float64, and P^2: the mean square of the partial sums at a few positions of the inner dimension."""
     inner = a.shape[-1]
     parts = min(_PARTIAL_SUMS, max(1, inner // 16))
     edges = [inner * at // parts for at in range(parts + 1)]
@@ -157,7 +157,7 @@ def _partial_sums(a: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
 def _sum_reference(
     values: Tensor, squares: Tensor, terms: int, dtype: torch.dtype, added: Tensor | None, short: Shortening
 ) -> Reference:
-    """The floor of a sum of products: its own error, that of an addend put to it, and the rounding of the result."""
+    """The tolerance of a sum of products: its own error, that of an addend, and the rounding of the result."""
     u = WORK_ROUNDOFF
     if added is not None:
         squares = squares + added.square()  # some kernels start from the addend: then it is in every partial sum
@@ -178,7 +178,7 @@ def _sum_reference(
 def batched(
     a: Tensor, b: Tensor, y: Tensor, rows: Rows, *, addend: Tensor | None = None, alpha: float = 1.0
 ) -> Recomputed:
-    """alpha a b + addend, a [..., M, K], b [..., K, N]: the products inside attention; rows of M are sampled."""
+    """alpha a b + addend, a [..., M, K], b [..., K, N]: the products inside attention, with rows of M sampled."""
     short = shortened(y.dtype, rows.device)
     a, b, out = (as_multiplied(on_host(t), y) for t in (a, b, y))
     a = a[None] if a.dim() == 1 else a
@@ -214,10 +214,10 @@ def in_each(lead: tuple[int, ...], chosen: Tensor | None) -> Tensor | None:
 
 
 def grouped(x: Tensor, weights: Tensor, ends: Tensor, y: Tensor, rows: Rows) -> Recomputed:
-    """Products of experts: rows up to ends[0] of x [R, K] with weights[0] [K, N], up to ends[1] with weights[1] ..."""
+    """Products of experts: rows up to ends[0] of x [R, K] with weights[0] [K, N], up to ends[1] with weights[1], ..."""
     a, out = on_host(x), on_host(y)
     stops = on_host(ends).long()
-    total = int(stops[-1])  # what lies behind belongs to nobody
+    total = int(stops[-1])  # rows beyond belong to no expert
     expert = torch.searchsorted(stops, torch.arange(total), right=True)
     chosen = rows.choose(total)
     chosen = torch.arange(total) if chosen is None else chosen
@@ -232,7 +232,7 @@ def grouped(x: Tensor, weights: Tensor, ends: Tensor, y: Tensor, rows: Rows) -> 
 
 
 def einsum(equation: str, a: Tensor, b: Tensor, y: Tensor, rows: Rows) -> Recomputed:
-    """Two operands of any form: sums of squares come from the same equation."""
+    """An einsum of any two operands; sums of squares use the same equation."""
     wide, other, out = as_multiplied(on_host(a), y).double(), as_multiplied(on_host(b), y).double(), on_host(y)
     values = torch.einsum(equation, wide, other)
     squares = torch.einsum(equation, wide.square(), other.square())
@@ -255,9 +255,9 @@ def attention(
 ) -> Recomputed:
     """A fused attention call: query [..., H, T, D], key and value [..., KV, S, D]; query rows are sampled.
 
-    Its floor: the probabilities are rounded to the inputs' dtype before they meet the values (16-bit kernels do), the
-    scores have the error of their sum and the exponential that of its argument, and the result is rounded once:
-        spread^2 = u^2/3 sum (p v)^2 + sum p^2 ds^2 (v - y)^2 + the sum's own.
+    Its tolerance: probabilities are rounded to the inputs' dtype before they multiply the values (16-bit kernels do
+    this), scores have the error of their sum, the exponential that of its argument, and the result is rounded once:
+    spread^2 = u^2/3 sum (p v)^2 + sum p^2 ds^2 (v - y)^2 + the sum's own.
     """
     q, k, v, out = (as_multiplied(on_host(t), y) for t in (query, key, value, y))
     dtype, length = out.dtype, q.shape[-2]

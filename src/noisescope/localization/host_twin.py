@@ -1,15 +1,15 @@
-"""The host twin: the model's own code, run on the host around the results that the device's operators gave.
+"""The host twin: runs the model's own code on the host around the results of the device's operators.
 
-Each module's code is run by itself. Calls of other modules, and of functions that were recorded, are not made: the
-device's own results take their place. So whatever the code does between them (sums, products, rotations, masks, the
-cache, copies) happens on the host, and what the host makes must be what the device's next call was given, and what the
-module gave back, bit for bit. Errors do not accumulate, since every module starts from what the device gave it.
+Each module's code runs by itself. Calls of other modules, and of recorded functions, are not made: the device's results
+are used instead. Whatever the code does between them (sums, products, rotations, masks, the cache, copies) happens on
+the host, and must match, bit for bit, what the device's next call received and what the module returned. Errors do not
+accumulate, because every module starts from the device's values.
 
-Code that calls other inexact functions (exp, a sum, a product that was not recorded) gets a tolerance: how far the
-result moves when each of their results moves at random by two units of round-off (Monte Carlo arithmetic).
+Code that calls other inexact functions (exp, a sum, an unrecorded product) gets a tolerance: how far the result moves
+when each of their results moves randomly by two units of round-off (Monte Carlo arithmetic).
 
-The code is the class's: forwards and hooks that were put on an instance are not run here, and a file of transformers is
-read again from disk, so that functions replaced in memory do not take part either.
+The code is the class's own: instance-level forwards and hooks are not run, and transformers files are loaded again from
+disk, so functions patched in memory are not used either.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Key = tuple[int, str]  # a call inside a module (-1: the module's own output), a
 
 @dataclass(frozen=True)
 class Difference:
-    """A tensor on the device that is not what the host's code makes of the device's own results."""
+    """A tensor on the device that differs from what the host's code computes from the device's own results."""
 
     node: Node  # whose input or output it is
     tensor: str  # "input" or "output"
@@ -64,7 +64,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class OtherValue:
-    """A number, a flag or nothing on the device where the host's code has another value, or a tensor."""
+    """A number, flag or None on the device where the host's code has another value, or a tensor."""
 
     node: Node
     tensor: str  # "input" or "output"
@@ -73,7 +73,7 @@ class OtherValue:
 
 @dataclass
 class Comparison:
-    """What came of running one module's code."""
+    """The result of running one module's code."""
 
     compared: int = 0  # tensors
     exact: bool = True  # no inexact function had a part in it
@@ -85,7 +85,7 @@ class Comparison:
 
 
 class HostTwin:
-    """The modules of a model, copied without their weights, whose calls are answered from a recorded tree."""
+    """The modules of a model, copied without weights, whose calls are answered from a recorded call tree."""
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = copied_modules(model)
@@ -101,9 +101,9 @@ class HostTwin:
         self._convolved = convolution_bits(kind)
 
     def follow(self, nodes: list[Node], report: Callable[[Node, Comparison], None]) -> None:
-        """Compares the modules among these calls of one forward, in the order in which their code runs.
+        """Compare the modules among these calls of one forward, in the order in which their code runs.
 
-        A module's code begins before that of the modules it calls, and goes on after them: a cache that both change
+        A module's code starts before that of the modules it calls, and continues after them: a cache that both change
         must be changed in that order.
         """
         waiting = {id(node): node for node in nodes if node.is_module and not node.by_formula}
@@ -118,11 +118,11 @@ class HostTwin:
         self._visit = lambda node: None
 
     def read_directly(self) -> frozenset[str]:
-        """Modules whose parameters the code of others read, as Mamba's does with its convolution."""
+        """Modules whose parameters are read by other modules' code, as Mamba does with its convolution."""
         return frozenset(name for name, module in self._modules.items() if module._parameters.was_read)  # type: ignore[attr-defined]
 
     def compare(self, node: Node) -> Comparison:
-        """Runs the code of a module that was called, and compares."""
+        """Run the code of a called module, and compare."""
         twin = self._modules[node.module]
         result = Comparison()
         kind = (node.module, node.phase, *((child.operator, child.by_formula) for child in node.children))
@@ -136,7 +136,7 @@ class HostTwin:
         if not first.was_inexact and not first.problem:
             self._exact.add(kind)
         elif different and first.inexact and before is None:
-            result.problem = "its code has inexact functions in some calls only"
+            result.problem = "its code calls inexact functions in some calls only"
             return result
         elif different and first.inexact:
             after = own_state(twin)
@@ -154,7 +154,7 @@ class HostTwin:
         return result
 
     def rounded(self, node: Node, count: int) -> list[Tensor]:
-        """What a module's code gives for a call in runs with random rounding; fewer where it can't be run here."""
+        """What a module's code returns for a call in runs with random rounding; fewer if it can't run here."""
         twin, given = self._modules[node.module], (node.args, node.kwargs)
         found = [self._run(twin, node, host_copy(given), rounding=one) for one in roundings(count, self._convolved)]
         return [run.seen[-1, ""] for run in found if (-1, "") in run.seen]
@@ -171,7 +171,7 @@ class HostTwin:
         return host_copy(given) if needed else None
 
     def _usual_bound(self, twin: nn.Module, node: Node, before: tuple[Any, Any], recorded: dict[Key, Tensor]) -> float:
-        """The bound of a class's outputs where it did not have to be used, from the first call in each dtype."""
+        """The tolerance of a class's outputs when it was not needed, from the first call in each dtype."""
         outputs = {key: (x, x) for key, x in recorded.items() if key[0] < 0 and x.is_floating_point() and x.numel()}
         kind = (type(twin), *{x.dtype for x, _ in outputs.values()})
         if kind not in self._bounds and before[0] is not None:
@@ -210,14 +210,14 @@ class HostTwin:
             ):
                 output = _code_of(twin)(twin, *args, **kwargs)
                 run.see(-1, output, changed=_changed(node, (args, kwargs)))
-        except Exception as error:  # a stranger's code may raise anything: then the rest of it is not judged
+        except Exception as error:  # third-party code may raise anything: then the rest of it is not judged
             run.problem = f"its code can't be run on the host ({type(error).__name__}: {str(error)[:80]})"
         finally:
             self._running = outer
         return run
 
     def _called(self, name: str, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        """A module that the running code calls: the device's result, or, where there is none, that of its code."""
+        """A module that the running code calls: the device's result or, if there is none, that of its code."""
         run = self._running
         if run is None:
             return _code_of(module)(module, *args, **kwargs)
@@ -235,7 +235,7 @@ class HostTwin:
 
 
 class _Run(TorchFunctionMode):
-    """One run of a module's code: answers recorded functions, moves the results of inexact ones if asked to."""
+    """One run of a module's code: answers recorded functions, and perturbs the results of inexact ones if requested."""
 
     def __init__(self, node: Node, recorded: dict[Key, Tensor] | None, rounding: RandomRounding | None) -> None:
         super().__init__()
@@ -251,7 +251,7 @@ class _Run(TorchFunctionMode):
         self.was_inexact = False
 
     def next_call(self, fits: Callable[[Node], bool]) -> int | None:
-        """The first recorded call that fits and was not answered yet."""
+        """The first matching recorded call that was not answered yet."""
         for at, child in enumerate(self.node.children):
             if at not in self._taken and fits(child):
                 self._taken.add(at)
@@ -259,7 +259,7 @@ class _Run(TorchFunctionMode):
         return None
 
     def see(self, at: int, value: Any, changed: Any = ()) -> None:
-        with torch._C.DisableTorchFunction():  # the comparison is no part of the code
+        with torch._C.DisableTorchFunction():  # the comparison is not part of the code
             if self.first:
                 self.forms[at] = plain_values(value)
             for path, tensor in (*real_tensors_in(value), *changed):
@@ -272,7 +272,7 @@ class _Run(TorchFunctionMode):
                     self.inexact.add((at, path))
 
     def answer(self, at: int, given: Any) -> Any:
-        """What the device's call gave; what it wrote to its arguments is written here as well."""
+        """The result of the device's call; what it wrote to its arguments is written here as well."""
         child = self.node.children[at]
         here = dict(tensors_in(given))
         for path, value in child.changed.items():
@@ -307,7 +307,7 @@ class _Run(TorchFunctionMode):
             return mapped(result, self._rounding.moved)
 
     def _of_subclass(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """A function of a tensor class: it may round what it is given, so that this is moved as well as its result."""
+        """A function of a tensor subclass: it may round its inputs, so they are perturbed as well as its result."""
         exact = is_exact(func, args)
         if self._rounding is not None and not exact:
             args, kwargs = mapped((args, kwargs), self._rounding.moved)
@@ -322,23 +322,23 @@ def _has_fractions(value: Any) -> bool:
 
 
 def _changed(node: Node, given: Any) -> list[tuple[str, Tensor]]:
-    """The arguments that the device's call has written to, as the host's left them."""
+    """The arguments that the device's call wrote to, in the state the device left them."""
     here = dict(tensors_in(given))
     return [(f"changed.{path}", here[path]) for path in node.changed if path in here]
 
 
 def _code_of(module: nn.Module) -> Callable[..., Any]:
-    """The forward that the device ran: nn.MultiheadAttention's, one function as a whole, runs taken apart."""
+    """The forward that the device ran; nn.MultiheadAttention, a single function, runs decomposed."""
     return multihead if isinstance(module, nn.MultiheadAttention) else type(module).forward
 
 
 def _alike_call(child: Node, args: tuple[Any, ...]) -> bool:
-    """Whether a call of the same function has as many tensors, and the same words (an einsum's equation)."""
+    """Whether a call of the same function has as many tensors and the same strings (an einsum's equation)."""
     return _words(args) == _words(child.args) and len(list(tensors_in(args))) == len(list(tensors_in(child.args)))
 
 
 def _same_words(child: Node, args: Any, kwargs: Any) -> bool:
-    """A name of a kind of layer, say: code may go through a set of them in another order."""
+    """Compares strings such as layer types: code may iterate over a set of them in another order."""
     return child.is_module and _words((args, kwargs)) == _words((child.args, child.kwargs))
 
 
@@ -367,7 +367,7 @@ def _other_values(node: Node, at: int, expected: dict[str, Any]) -> Iterator[Oth
 
 
 def _alike(got: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
-    """Both in float64 where their dtypes differ: a copy may have another one (autocast, outputs in float32)."""
+    """Both in float64 if their dtypes differ: a copy may have another dtype (autocast, float32 outputs)."""
     return (got, expected) if got.dtype == expected.dtype else (got.double(), expected.double())
 
 

@@ -1,4 +1,4 @@
-"""What a model under test is run on: the caller's inputs or prompts, built-in text, random tokens, or a record's."""
+"""The inputs a model under test runs on: the caller's, prompts, built-in text, random tokens, or a record's."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from noisescope.probe.forward_patching import unwrap
 Batch = dict[str, Any]  # arguments of a forward: tensors, and a cache or a switch where it takes one
 
 ROWS, LENGTH = 2, 32  # of a built-in batch: 64 tokens, all of which are judged
-PROMPTS = FileKind("text file of prompts", "Write one prompt in each line, in UTF-8")
+PROMPTS = FileKind("text file of prompts", "Write one prompt per line, in UTF-8")
 _IDS = ("input_ids", "decoder_input_ids")
 _OF_SOUND = ("input_features", "input_values")
 _MAIN_INPUTS = ("input_ids", "inputs_embeds", "pixel_values", "src", "x")
 
 
 def batches_for(model: nn.Module, tokenizer: Any, inputs: Any, seed: int) -> list[Batch]:
-    """At least two batches of one shape where that can be had: what a device remembers shows only when data changes."""
+    """At least two batches of one shape if possible: stale data shows only when the data changes."""
     batches = _given(model, tokenizer, inputs) if inputs is not None else _made(model, tokenizer, seed)
     for batch in batches:
         _check_names(model, batch)
@@ -54,40 +54,40 @@ def batches_for(model: nn.Module, tokenizer: Any, inputs: Any, seed: int) -> lis
 
 
 def on_device(model: nn.Module, batch: Batch) -> Batch:
-    """A batch where the model is; float32 numbers in the model's dtype."""
+    """A batch on the model's device; float32 numbers in the model's dtype."""
     device = device_of(model)
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     return {name: _moved(value, device, dtype) for name, value in batch.items()}
 
 
 def remarks(model: nn.Module, batches: Sequence[Batch]) -> list[str]:
-    """What these inputs and this model's dtype keep from being seen: for the notes of a verdict."""
+    """What these inputs and this dtype prevent from being tested, for the notes of a verdict."""
     found = []
     tokens = [batch[name] for batch in batches for name in (*_IDS, "inputs_embeds") if batch.get(name) is not None]
     if tokens and all(t.shape[1] == 1 for t in tokens):
         found.append(
-            "one token a sequence: softmax over one key is 1 whatever its score, so exp, masks, positions, the "
-            "key-value cache and data left from another call were not tested: give 8 tokens or more"
+            "one token per sequence: softmax over one key is always 1, so exp, masks, positions, the key-value cache "
+            "and stale data from another call were not tested. Give 8 tokens or more"
         )
     if tokens and all(t.shape[:2].numel() == 1 for t in tokens):
-        found.append("one row in all: row order, and what shows only over many rows, were not tested")
+        found.append("only one row: row order, and faults that show only over many rows, were not tested")
     if any(p.dtype == torch.float64 for p in model.parameters()):
         found.append(
-            "float64 is judged to float32's precision: models take norms, softmax and angles in float32 whatever their "
-            "dtype, and the host has nothing wider than float64"
+            "float64 is checked to float32 precision: models compute norms, softmax and rotary angles in float32 "
+            "whatever their dtype, and the host has nothing wider than float64"
         )
     return found
 
 
 def _check_ids(batch: Batch, vocabulary: int | None) -> None:
-    """Refuses token ids that the model can't be run on."""
+    """Reject token ids that the model can't run on."""
     for name, value in batch.items():
         if isinstance(value, Tensor) and value.numel() == 0:
             raise InvalidInput(f"{name} is empty (shape {list(value.shape)}): give at least one token")
     for name, ids in ((name, batch[name]) for name in _IDS if batch.get(name) is not None):
         if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
             kind = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
-            raise InvalidInput(f"{name} must be a tensor of whole numbers (torch.long), got {kind}")
+            raise InvalidInput(f"{name} must be an integer tensor (torch.long), got {kind}")
         if ids.dim() != 2:
             raise InvalidInput(
                 f"{name} must have the shape [sequences, tokens], got {list(ids.shape)}: one sequence is ids[None]"
@@ -96,13 +96,13 @@ def _check_ids(batch: Batch, vocabulary: int | None) -> None:
         if least < 0 or (vocabulary is not None and most >= vocabulary):
             allowed = "0 or more" if vocabulary is None else f"0 to {vocabulary - 1}"
             raise InvalidInput(
-                f"{name} holds ids from {least} to {most}, this model's are {allowed}: use its own tokenizer, and "
-                "leave labels such as -100 out"
+                f"{name} holds ids from {least} to {most}, but this model accepts {allowed}: use the model's own "
+                f"tokenizer, and leave out label values such as -100"
             )
 
 
 def arguments_of(model: nn.Module) -> tuple[list[str], list[str], bool]:
-    """Names that the model's forward has, names that its `**kwargs` lists, and whether it takes any other name."""
+    """Argument names of the model's forward, names its `**kwargs` lists, and whether it accepts any other name."""
     # The class's: one that was put on the instance may take anything and pass it on.
     bound = type(model).forward.__get__(model)
     parameters = inspect.signature(bound).parameters.values()
@@ -115,7 +115,7 @@ def arguments_of(model: nn.Module) -> tuple[list[str], list[str], bool]:
 
 
 def _check_names(model: nn.Module, batch: Batch) -> None:
-    """Refuses arguments that the model's forward does not have; one that takes any name must know one at least."""
+    """Reject arguments that the model's forward does not have; at least one must be known if it accepts any name."""
     known, listed, takes_any = arguments_of(model)
     strange = [name for name in batch if name not in (*known, *listed)]
     if strange and not (takes_any and (len(strange) < len(batch) or not known)):
@@ -123,11 +123,11 @@ def _check_names(model: nn.Module, batch: Batch) -> None:
 
 
 def check_positions(model: nn.Module, asked: int, what: str) -> None:
-    """Refuses more tokens than a learned table of positions has rows for; other positions go on for ever."""
+    """Reject more tokens than a learned position table has rows; other position encodings have no limit."""
     room = min(_tables_of_positions(model), default=asked)
     if asked > room:
         raise InvalidInput(
-            f"{what} needs {asked} positions, but {type(model).__name__} has learned {room}: give at most {room} tokens"
+            f"{what} needs {asked} positions, but {type(model).__name__} has {room}: give at most {room} tokens"
         )
 
 
@@ -160,14 +160,14 @@ def _moved(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
 
 
 def prompts_in(path: Path) -> list[str]:
-    """Prompts of a file: a text file has one in each line, other formats are those of data (`docs/diagnosis.md`)."""
+    """The prompts of a file: one per line in a text file; other formats are those of data (`docs/diagnosis.md`)."""
     if path.suffix.lower() != ".txt":
         items = read_data(path).items
         return [item.text or item.prompt or "\n".join(content for _, content in item.messages) for item in items]
     lines = read_text(path, PROMPTS).removeprefix("\ufeff").splitlines()
     prompts = [line for line in lines if line.strip()]
     if not prompts:
-        raise InvalidInput(f"{path} holds no prompt: write one in each line")
+        raise InvalidInput(f"{path} holds no prompts: write one per line")
     return prompts
 
 
@@ -178,12 +178,15 @@ def _given(model: nn.Module, tokenizer: Any, inputs: Any) -> list[Batch]:
         inputs = [inputs]
     if not isinstance(inputs, Sequence) or not inputs:
         raise InvalidInput(
-            f"inputs are a batch (a dict of the model's arguments, or a tensor of token ids), a list of batches, or a "
+            f"inputs must be a batch (a dict of the model's arguments, or a tensor of token ids), a list of batches, "
+            f"or a "
             f"list of texts; got {type(inputs).__name__}"
         )
     if all(isinstance(item, str) for item in inputs):
         if tokenizer is None:
-            raise InvalidInput("inputs are texts, but the model has no tokenizer: pass token ids, or wrap it with one")
+            raise InvalidInput(
+                "inputs are texts, but the model has no tokenizer: pass token ids, or wrap the model with a tokenizer"
+            )
         return [{"input_ids": _tokens(tokenizer, text)[None]} for text in inputs]
     return [_batch(model, item) for item in inputs]
 
@@ -195,14 +198,14 @@ def _batch(model: nn.Module, item: Any) -> Batch:
         names = [name for name in inspect.signature(model.forward).parameters if name not in ("args", "kwargs")]
         return {"input_ids" if "input_ids" in names else names[0]: item}
     raise InvalidInput(
-        f"a batch is a dict of the model's arguments or a tensor of token ids, got {type(item).__name__}"
+        f"a batch must be a dict of the model's arguments or a tensor of token ids, got {type(item).__name__}"
     )
 
 
 def _tokens(tokenizer: Any, text: str) -> Tensor:
     ids = tokenizer(text, verbose=False)["input_ids"]
     if not ids:
-        raise InvalidInput(f"the tokenizer makes no tokens of {text[:40]!r}")
+        raise InvalidInput(f"the tokenizer returns no tokens for {text[:40]!r}")
     return torch.tensor(ids, device="cpu")
 
 
@@ -218,12 +221,12 @@ def _made(model: nn.Module, tokenizer: Any, seed: int) -> list[Batch]:
     if drawn is not None:
         return [{"pixel_values": drawn[:ROWS]}, {"pixel_values": drawn[ROWS:]}]
     raise InvalidInput(
-        f"no input can be made up for {type(model).__name__}: pass inputs={{...}}, the arguments of one forward"
+        f"can't generate inputs for {type(model).__name__}: pass inputs={{...}}, the arguments of one forward"
     )
 
 
 def positions_of(model: nn.Module) -> int | None:
-    """How many tokens a sequence may have: by the config, and by learned tables; None where nothing says so."""
+    """The maximum sequence length, by the config and by learned tables; None if neither says."""
     config: Any = getattr(model, "config", None)
     configs = [config, config.get_text_config()] if hasattr(config, "get_text_config") else [config]
     named = ("max_position_embeddings", "n_positions", "max_seq_len", "context_length")
@@ -232,7 +235,7 @@ def positions_of(model: nn.Module) -> int | None:
 
 
 def made_ids(model: nn.Module, tokenizer: Any, texts: Sequence[str], shape: tuple[int, ...], seed: int) -> Tensor:
-    """Token ids of texts, begun again where they end; random ones where there is no tokenizer that fits the model."""
+    """Token ids of texts, repeated if too short; random ids if there is no matching tokenizer."""
     vocabulary = vocabulary_size(model) or 1
     tokens = None if tokenizer is None else _text_tokens(tokenizer, math.prod(shape), texts)
     if tokens is None or int(tokens.max()) >= vocabulary:
@@ -241,7 +244,7 @@ def made_ids(model: nn.Module, tokenizer: Any, texts: Sequence[str], shape: tupl
 
 
 def images(model: nn.Module, count: int, seed: int) -> Tensor | None:
-    """Random images of the size that the config names, where it names one."""
+    """Random images of the size in the config, if it has one."""
     config = getattr(model, "config", None)
     size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", None)
     if not size or not channels:
@@ -252,7 +255,7 @@ def images(model: nn.Module, count: int, seed: int) -> Tensor | None:
 
 
 def paragraphs(seed: int) -> list[str]:
-    """The built-in text, from the paragraph that the seed chooses on."""
+    """The built-in text, starting at the paragraph that the seed selects."""
     texts = [item.text for item in built_in().items]
     return texts[seed % len(texts) :] + texts[: seed % len(texts)]
 
@@ -274,7 +277,7 @@ def _random_ids(vocabulary: int, shape: tuple[int, ...], seed: int) -> Tensor:
 
 
 def _other_data(batch: Batch) -> Batch:
-    """Data of the same shape: the main input back to front."""
+    """Data of the same shape: the main input reversed."""
     name = next((name for name in _MAIN_INPUTS if isinstance(batch.get(name), Tensor)), None)
     return batch if name is None else {**batch, name: batch[name].flip(-1)}
 
@@ -290,7 +293,7 @@ def parts_of(subject: Subject | nn.Module) -> tuple[nn.Module, Any, Anatomy]:
 
 
 def last_logits(model: nn.Module, prompts: Prompts) -> tuple[Tensor, int]:
-    """The last token's logits [P, V] on the host in float32 (float64 where the model is), and the forwards it took."""
+    """The last token's logits [P, V] on the host in float32 (float64 if the model is), and the number of forwards."""
     lengths = sorted({len(prompt) for prompt in prompts})
     found: dict[int, Tensor] = {}
     with evaluating(model), torch.no_grad():
@@ -300,8 +303,8 @@ def last_logits(model: nn.Module, prompts: Prompts) -> tuple[Tensor, int]:
             logits = last_token_logits(model, ids)
             if logits is None:
                 raise InvalidInput(
-                    f"{type(model).__name__} gave no logits [batch, tokens, vocabulary] for token ids: it is no "
-                    "language model"
+                    f"{type(model).__name__} returned no logits [batch, tokens, vocabulary] for token ids, so it is "
+                    f"not a language model"
                 )
             last = logits.to("cpu")
             found.update(zip(chosen, last if last.dtype == torch.float64 else last.float(), strict=True))
@@ -315,12 +318,12 @@ def prompt_ids(
     if prompts is None:
         vocabulary = vocabulary_size(model)
         if vocabulary is None:
-            raise InvalidInput(f"{type(model).__name__} takes no token ids: prompts can't be made up for it")
+            raise InvalidInput(f"{type(model).__name__} takes no token ids, so prompts can't be generated for it")
         return _built_in(tokenizer, vocabulary, seed, count, length)
     if isinstance(prompts, (str, Tensor)):
         prompts = [prompts] if isinstance(prompts, str) or prompts.dim() == 1 else list(prompts)
     if not isinstance(prompts, Sequence) or not prompts:
-        raise InvalidInput(f"prompts are a list of texts or of token ids, got {prompts!r:.60}")
+        raise InvalidInput(f"prompts must be a list of texts or of token ids, got {prompts!r:.60}")
     chosen = tuple(_ids(prompt, tokenizer) for prompt in prompts)
     check_vocabulary(model, chosen, "a prompt")
     check_positions(model, max(map(len, chosen)), "a prompt")
@@ -330,19 +333,21 @@ def prompt_ids(
 def _ids(prompt: Any, tokenizer: Any) -> tuple[int, ...]:
     if isinstance(prompt, str):
         if tokenizer is None:
-            raise InvalidInput("prompts are texts, but the model has no tokenizer: pass token ids, or wrap it with one")
+            raise InvalidInput(
+                "prompts are texts, but the model has no tokenizer: pass token ids, or wrap the model with a tokenizer"
+            )
         prompt = tokenizer(prompt, verbose=False)["input_ids"]
     try:
         ids = tuple(int(token) for token in prompt)
     except (TypeError, ValueError):
-        raise InvalidInput(f"a prompt is a text or a list of token ids, got {prompt!r:.60}") from None
+        raise InvalidInput(f"a prompt must be a text or a list of token ids, got {prompt!r:.60}") from None
     if not ids:
         raise InvalidInput("a prompt has no tokens")
     return ids
 
 
 def _built_in(tokenizer: Any, vocabulary: int, seed: int, count: int, length: int) -> Prompts:
-    """`count` prompts of one length: the beginnings of paragraphs, from the one that the seed chooses on."""
+    """`count` prompts of one length: the starts of paragraphs, from the one that the seed selects."""
     if count < 1 or length < 1:
         raise InvalidInput(f"at least one prompt of one token is needed, got count={count}, length={length}")
     if tokenizer is not None:
@@ -357,9 +362,11 @@ def _built_in(tokenizer: Any, vocabulary: int, seed: int, count: int, length: in
 
 
 def recorded(given: Record | str | Path, model: nn.Module) -> Record:
-    """What `record` returned, or its folder read; refused with the reason where it is broken or of another model."""
+    """A record or its folder, loaded; rejected with a reason if it is damaged or of another model."""
     if not isinstance(given, (Record, str, Path)):
-        raise InvalidInput(f"a record is what ns.record returned, or its folder; got {type(given).__name__}")
+        raise InvalidInput(
+            f"a record must be the value returned by ns.record or its folder; got {type(given).__name__}"
+        )
     record = given if isinstance(given, Record) else read_record(given)
     if record.model == model_fingerprint(model):
         check_vocabulary(model, record.prompts, record.path)
@@ -371,6 +378,7 @@ def recorded(given: Record | str | Path, model: nn.Module) -> Record:
             f"model with dtype={record.dtype!r}, or record again"
         )
     raise InvalidInput(
-        f"{record.path} is about another model ({record.architecture}, {record.dtype}, fingerprint "
-        f"{record.model[:12]}) than this one ({here}): weights or config differ. Record this model, or load that one"
+        f"{record.path} was recorded with a different model ({record.architecture}, {record.dtype}, fingerprint "
+        f"{record.model[:12]}), not this one ({here}): weights or config differ. Record this model, or load the "
+        f"recorded one"
     )

@@ -1,4 +1,4 @@
-"""Whether an operator's output is what healthy arithmetic gives: the tests, their limits and what they could have seen.
+"""Decides whether an operator's output is healthy: the tests, their limits and what they can detect.
 
 ============  ==================================================================================================
 element       |e| beyond twice the limits of all roundings plus 7 standard deviations of the sums (1.3e-12 a tail, so
@@ -50,7 +50,7 @@ _MEDIAN_OF = 4096  # tolerances of a piece
 
 @dataclass
 class Judgement:
-    """What the tests say about one call of an operator; strengths above 1 are alarms."""
+    """The test results for one call of an operator; strengths above 1 are alarms."""
 
     strengths: dict[str, float] = field(default_factory=dict)  # test -> statistic / limit
     worst: float = 0.0  # largest error
@@ -61,7 +61,7 @@ class Judgement:
     mean_ulp: float = 0.0  # along the sign of the value
     offset_ulp: float = 0.0  # along +1
     rms: float = 0.0  # sqrt(mean (e / sigma)^2)
-    channels: set[int] = field(default_factory=set)  # with elements beyond tolerance, or alarms of their own
+    channels: set[int] = field(default_factory=set)  # with elements beyond the tolerance, or alarms of their own
     tests: int = 0
     visible_element: float = 0.0  # ulps: the median tolerance
     visible_mean: float = 0.0  # ulps: the smallest mean error that would have alarmed
@@ -88,13 +88,16 @@ class Judgement:
 
     @property
     def words(self) -> str:
-        """The errors, for a reader. Means say nothing where nothing may differ."""
+        """The errors as text. Means are not reported where no difference is allowed."""
         if self.said:
             return self.said
         exact = "exact" in self.strengths
-        found = f"{self.bad} of {self.elements} elements {'differ, where none may' if exact else 'beyond tolerance'}"
+        found = (
+            f"{self.bad} of {self.elements} elements "
+            f"{'differ (exact equality required)' if exact else 'exceed the tolerance'}"
+        )
         found += f", {self.nonfinite} of them NaN or infinite on one side only" if self.nonfinite else ""
-        most = f", worst {self.worst_ulp:.3g} ulp, mean {self.mean_ulp:+.3g} ulp along the sign"
+        most = f", worst {self.worst_ulp:.3g} ulp, mean {self.mean_ulp:+.3g} ulp away from zero"
         if exact:
             most = f", by up to {self.worst:.3g} ({self.worst_ulp:.3g} ulp of the largest element)"
         return found if self.nonfinite == self.bad > 0 else found + most
@@ -104,13 +107,13 @@ class Judgement:
 
 
 def tolerance(reference: Reference) -> Tensor:
-    """How far one element may be off."""
+    """The largest allowed error of one element."""
     limit = SLACK * reference.bound
     return limit if reference.spread is None else limit.add_(reference.spread, alpha=Z_ELEMENT)
 
 
 def judge(y: Tensor, reference: Reference, *, probabilities: bool = False) -> Judgement:
-    """All tests on one output [R, C]; of `probabilities` (a softmax) channels may hold 0 or 1 for ever."""
+    """All tests on one output [R, C]; of `probabilities` (a softmax) channels may stay at 0 or 1."""
     form = number_format(y.dtype)
     result = Judgement(elements=y.numel())
     if reference.exact:
@@ -184,7 +187,7 @@ class Means:
         return share * self.weight + self.allowed + error.clamp_min(scatter_of_rows)
 
     def strength(self, limit: Tensor) -> Tensor:
-        """The larger of both means over its limit."""
+        """The larger of both means relative to its limit."""
         return torch.where(self.weight > 0, torch.maximum(self.signed.abs(), self.along.abs()) / limit, 0.0)
 
 
@@ -232,7 +235,7 @@ def _some_bounds(limit: Tensor, values: Tensor) -> Tensor:
 
 
 def _one_sided(y: Tensor, values: Tensor, limit: Tensor, form: Format) -> Tensor:
-    """Not finite where it should be, or finite where it should not be (overflow of the format included)."""
+    """Where only one side is finite (overflow of the format included)."""
     fits = values.isfinite() & (values.abs() + limit < form.largest)
     overflows = ~values.isfinite() | (values.abs() - limit > form.largest * (1 + form.u))
     return torch.where(y.isfinite(), overflows, fits)
@@ -269,7 +272,7 @@ def _sums(
 
 
 def _judge_means(means: Means, by_row: Tensor, y: Tensor, sums: bool, form: Format, result: Judgement) -> None:
-    """Means of the whole output, and of each channel where the errors of its rows are independent."""
+    """Check the mean of the whole output, and of each channel whose row errors are independent."""
     wider = 2 if form.bits > 20 else 1
     total = means.total()
     count, weight = float(total.count), float(total.weight)
@@ -314,8 +317,8 @@ def _row_scatter(by_row: Tensor) -> float:
 def _alike(y: Tensor) -> Tensor:
     """Sum over the rows of each channel of how many rows have the same number there, [C].
 
-    Outputs that hardly vary (a large bias, a massive channel) all fall into one cell of their format: they are off by
-    the same amount, and averaging over them teaches nothing.
+    Outputs that hardly vary (a large bias, a massive channel) all fall into one cell of their format: they share the
+    same error, so averaging over them adds no information.
     """
     ordered = y.sort(0).values
     new = torch.ones_like(ordered, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""`locate`: what computes wrongly, by one method or by the cheapest that is sure."""
+"""`locate`: find what computes wrongly, by one method or by the cheapest conclusive one."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from noisescope.options.device_commands import LocateOptions
 
 @takes_options(LocateOptions)
 def locate(subject: Subject | nn.Module, options: LocateOptions) -> Verdict:
-    """Where the model computes wrongly on the device it is on.
+    """Find where the model computes wrongly on its device.
 
         verdict = ns.locate(ns.load("demo"))
-        verdict.headline                                  # the verdict with what it is worth, in one sentence
+        verdict.headline                                  # the verdict with its coverage, in one sentence
         verdict.verdict                                   # "healthy", "faulty" or "undecided"
         verdict.suspects[0].site.place, verdict.suspects[0].fault_class, verdict.smallest_visible
 
-    audit recomputes every operator on the host from its own inputs; relations calls modules again and checks the laws
-    that healthy arithmetic obeys, without weights or a host; auto is the audit, and relations where there are operators
-    that it could not judge. Both first compare the model's memory with its checkpoint and its config, unless `state` is
-    False, and with `backward` audit the gradients of a loss as well. replay (and auto, given a `reference`: a record of
-    full detail made on a good device) gives each module that device's inputs and compares what comes out. srdd are the
-    four probes of the original method notes, which rank layers and decide nothing; scans read what each block does to
-    the numbers that pass it; fingerprint compares `failure`, outputs recorded on the suspect system, with simulated
-    faults in this model (and `reference`, those of a good one). No data is needed: `inputs` are built-in prompts unless
-    given, and `verdict.coverage` says which shapes and phases of them ran and what was judged. The model runs in the
-    caller's thread, inside whatever scopes are open.
+    `method` selects how. "audit" recomputes every operator on the host from its actual inputs. "relations" calls
+    modules again and tests laws of healthy arithmetic, without weights or a host. "auto" runs the audit, and relations
+    for operators the audit could not check. All three first compare the model's memory with its checkpoint and config,
+    unless `state` is False; `backward` also audits the gradients of a loss. "replay" (and "auto" with a `reference`, a
+    record made with full detail on a good device) gives each module that device's inputs and compares the outputs.
+    "srdd" runs the four probes of the original method notes, which rank layers but decide nothing. "scans" compares
+    statistics of each block's input and output. "fingerprint" compares `failure`, outputs recorded on the suspect
+    system, with faults simulated in this model (and with `reference`, the outputs of a good system). No data is needed:
+    `inputs` defaults to built-in prompts. `verdict.coverage` lists the shapes and phases that ran and what was checked.
+    The model runs in the caller's thread, inside any open scopes.
     """
     method, inputs, reference, seed = options.method, options.inputs, options.reference, options.seed
     if options.failure is not None:
@@ -82,10 +82,10 @@ def locate(subject: Subject | nn.Module, options: LocateOptions) -> Verdict:
 
 
 def _with_relations(audited: Verdict, subject: Subject | nn.Module, inputs: Any, seed: int) -> Verdict:
-    """The audit's verdict; where it is undecided, with the suspects that laws find in what it could not judge.
+    """The audit's verdict; if it is undecided, with the suspects that laws find in what it could not check.
 
-    Laws have blind spots, and say nothing of what lies between modules nor of weights that change: what is still open
-    after them stays open.
+    Laws have blind spots, and cover neither code between modules nor weights that change: what they leave open stays
+    open.
     """
     places = {site.place for site in audited.unseen} | {
         cell.place for cell in audited.coverage.cells if cell.judged < cell.total

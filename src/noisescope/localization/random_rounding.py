@@ -1,7 +1,7 @@
-"""Random rounding (Monte Carlo arithmetic): how far code may be off, from runs in which every inexact result moves.
+"""Random rounding (Monte Carlo arithmetic): tolerances for code, from runs that perturb every inexact result.
 
-False alarms: an element alarms beyond 7 standard deviations of such runs and an ulp or more. Moves of two units of
-round-off (eight in float32) are several times what one rounding makes, so that healthy devices stay far below.
+False alarms: an element alarms beyond 7 standard deviations of such runs and at least an ulp. Perturbations of two
+units of round-off (eight in float32) are several times those of one rounding, so healthy devices stay far below.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _UNITS, _UNITS_FLOAT32 = 2.0, 8.0
 
 
 class RandomRounding:
-    """The random numbers of one run; `convolved` are the bits that a convolution keeps of float32 operands."""
+    """The random numbers of one run; `convolved` is how many bits a convolution keeps of float32 operands."""
 
     def __init__(self, seed: int, convolved: int = 24) -> None:
         self._generator = torch.Generator("cpu").manual_seed(seed)
         self._convolved = convolved
 
     def shortens(self, function: Any) -> bool:
-        """Whether the device may cut this function's operands."""
+        """Whether the device may truncate this function's operands."""
         return self._convolved < 24 and function.__name__.startswith("conv")
 
     def cut(self, x: Tensor) -> Tensor:
@@ -54,16 +54,16 @@ class RandomRounding:
 
 
 def roundings(count: int = RUNS, convolved: int = 24) -> list[RandomRounding]:
-    """One for each run, the same each time."""
+    """One instance per run, the same each time."""
     return [RandomRounding(_SEED + number, convolved) for number in range(count)]
 
 
 def limits_of(
     runs: Sequence[Mapping[Any, Tensor]], different: Mapping[Any, tuple[Tensor, Tensor]]
 ) -> dict[Any, Tensor]:
-    """7 standard deviations of the difference of two such runs, by element and by row, and some ulps.
+    """7 standard deviations of the difference of two such runs, by element and by row, plus some ulps.
 
-    Of each tensor that differs, as it is and as it should be, from what the runs gave in its place.
+    For each tensor that differs, given its actual and expected value and what the runs returned in its place.
     """
     limits = {}
     for key, (got, expected) in different.items():

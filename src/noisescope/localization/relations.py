@@ -1,11 +1,12 @@
-"""`relations`: laws that healthy arithmetic obeys, tried on every module of the model under test.
+"""`relations`: tests laws of healthy arithmetic on every module of the model under test.
 
-No weights on a host and no reference are needed: modules are called again, in place, with transformed inputs, and what
-must follow is checked (laws/table.py lists them). Exact laws come with no tolerance, the others with a round-off model.
+It needs neither weights on a host nor a reference: modules are called again, in place, with transformed inputs, and the
+implied result is checked (laws/table.py lists the laws). Exact laws have no tolerance; the others use a round-off
+model.
 
-Two forwards are listened to: one at modules (projections, norms, activations, sub-layers, block sums), one at functions
-(fused attention, softmax, products, experts). A third, with the batch in another order, lies between them, so that the
-two also say whether the model repeats itself.
+Two forwards are observed: one at modules (projections, norms, activations, sub-layers, block sums), one at functions
+(fused attention, softmax, products, experts). A third, with the batch in another order, runs between them, so the two
+also show whether the model is repeatable.
 """
 
 from __future__ import annotations
@@ -57,17 +58,16 @@ def relations(
     sites: Iterable[Site] = (),
     seed: int = 0,
 ) -> Verdict:
-    """Where a model computes wrongly, by the laws that its modules must obey.
+    """Find where a model computes wrongly, by laws that its modules must satisfy.
 
         verdict = relations(ns.load("path/to/model", device="cuda"))
         verdict.verdict, verdict.suspects[0].site, verdict.suspects[0].fault_class
 
     `inputs` are a batch (the model's arguments as a dict, or token ids), a list of batches, or a list of texts; by
-    default built-in text, or random tokens where there is no tokenizer. `weights=True` also reads the weights, which
-    shows linear faults (gain, swapped channels, lost inputs) that no law without them can. `places` narrows the search
-    to some blocks (by index) or outer places; `sites` narrows it to theirs, and then nothing is "healthy" unless a law
-    was tried at each. The model runs as it is, in this thread and inside the scopes that are open; nothing of it is
-    changed.
+    default built-in text, or random tokens without a tokenizer. `weights=True` also reads the weights, which reveals
+    linear faults (gain, swapped channels, lost inputs) that the other laws can't detect. `places` restricts the search
+    to some blocks (by index) or outer places; `sites` restricts it to their places, and then the verdict is "healthy"
+    only if a law was tested at each. The model runs unchanged, in this thread and inside the open scopes.
     """
     model, tokenizer, anatomy = parts_of(subject)
     asked = tuple(sites)
@@ -145,18 +145,20 @@ class Search:
         return whole_model.nudge(self.model, self.anatomy, self.batch)
 
     def _self_test(self, found: dict[Law, LawResult]) -> None:
-        """What the whole model says of the stack is reported, and left to its modules to explain."""
+        """Report what the whole model shows about the stack; its modules have to explain it."""
         if found[Law.REPEAT].broken:
             size = found[Law.REPEAT].size
             self.results.notes.append(f"self-test: two runs of the model differ by {size:.2g} of the rms")
         if found[Law.ROW_ORDER].broken:
             size = found[Law.ROW_ORDER].size
-            self.results.notes.append(f"self-test: batch order changes the answer by {size:.2g} of the rms")
+            self.results.notes.append(f"self-test: batch order changes the output by {size:.2g} of the rms")
         if not any(result.broken for result in found.values()):
-            self.results.notes.append("self-test: the model repeats itself bit for bit, in any batch order")
+            self.results.notes.append(
+                "self-test: the model's output is identical bit for bit on every run and in any batch order"
+            )
 
     def _block_sums(self) -> None:
-        """A block gives what its code makes of what its modules gave, bit for bit."""
+        """Check that a block's output equals what its code computes from its modules' outputs, bit for bit."""
         for flow in flow_in_blocks(self.model, self.anatomy, lambda: whole_model.run(self.model, self.batch)):
             site, width = flow.unit.site("residual"), flow.output.shape[-1]
             if not self.dispatcher.wanted(flow.unit.place):
@@ -170,7 +172,7 @@ class Search:
                 recomputed = as_recomputed(difference)
                 result = exact(Law.SUM_OF_PARTS, recomputed.y.double(), recomputed.reference.values)
                 if difference.tensor == "input":
-                    result = replace(result, words=f"what enters {difference.node.module} is off")
+                    result = replace(result, words=f"the input of {difference.node.module} is wrong")
                 facts = replace(self.dispatcher.block_facts(flow.unit.place), expected=recomputed)
                 self.results.add(site, LawEvidence([result], facts), kind="residual", width=width)
 
@@ -182,20 +184,20 @@ class Search:
         return float(_LOOKS)
 
     def _cache(self, logits: Tensor) -> float:
-        """Causality and the cache of the whole model; the cost in forwards."""
+        """Test causality and the cache of the whole model; returns the cost in forwards."""
         why = ""
         if not self.dispatcher.causal or set(self.batch) != {"input_ids"}:
-            why = "not a causal language model on token ids alone"
+            why = "not a causal language model that takes only token ids"
         elif not self._attention_is_causal():
-            why = "no attention module was seen to be causal by itself"
+            why = "no attention module was found to be causal by itself"
         elif self.batch["input_ids"].shape[1] < 3:
             why = "fewer than 3 tokens"
         elif self.dispatcher.mixture:
-            why = "MoE routing may jump"
+            why = "MoE routing may switch experts"
         elif self.dispatcher.quantised:
-            why = "quantised linears may round by the whole batch"
+            why = "quantised linears may share a scale across the batch"
         elif self.results.suspects():
-            why = "not tried, since laws inside are broken"
+            why = "not tested, because laws inside the blocks failed"
         if why:
             self.results.skip(f"{_CACHE_LAWS}: {why}")
             return 0.0
@@ -211,7 +213,7 @@ class Search:
         return 1.0
 
     def _attention_is_causal(self) -> bool:
-        """Whether any attention module kept that law; what a model's name says need not be so."""
+        """Whether any attention module satisfied that law; a model's name does not guarantee it."""
         tried = [entry.results.get(Law.CAUSALITY) for entry in self.results.sites.values()]
         attends = any(unit.kind == ATTENTION for unit in self.anatomy.units)
         return not attends or any(result is not None and not result.broken for result in tried)
@@ -219,10 +221,10 @@ class Search:
     # -- old data
 
     def _search_for_old_data(self) -> float:
-        """The model as a whole does not repeat itself, and no module was seen to: does one mind what ran before?
+        """Find a module that depends on what ran before, when only the whole model is known not to be repeatable.
 
-        Forwards on other data and on the same again and again, in which every operator's own call is compared with one
-        made right after it. What differs there but comes back each time holds old data; what does not is noise.
+        Run forwards on other data and on the same data repeatedly, and compare every operator's call with one made
+        right after it. A difference that recurs each time is stale data; one that does not is noise.
         """
         dispatcher, cost = self.dispatcher, 0.0
         for anatomy, choose in ((self.modules, dispatcher.at_modules), (self.functions, dispatcher.at_functions)):

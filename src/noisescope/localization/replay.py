@@ -1,12 +1,11 @@
-"""`replay`: each module given what it had on a good device, and its output compared with what that device gave.
+"""`replay`: give each module the inputs it had on a good device, and compare its output with that device's.
 
-One forward a batch of the reference's prompts. Every module gets the reference's own input, and what it gives is
-replaced by the reference's output, so that whatever comes next (adds, rotary angles, fused attention) starts from good
-numbers, too: errors don't accumulate, and a difference belongs to the operator that made it. The floor is the round-off
-of both sides (roundoff_floors.py), the tests are the audit's (judge.py).
-
-The reference is taken as right. Inputs that arrive otherwise than the reference's did are a fault of what lies between
-two operators (an add, a gate) and are judged as the module's input.
+It takes one forward per batch of the reference's prompts. Every module receives the reference's own input, and its
+output is replaced by the reference's, so whatever comes next (adds, rotary angles, fused attention) also starts from
+good numbers: errors don't accumulate, and a difference belongs to the operator that made it. The tolerance is the
+round-off of both sides (roundoff_floors.py); the tests are the audit's (judge.py). The reference is assumed to be
+correct. An input that arrives different from the reference's is a fault of the code between two operators (an add, a
+gate) and is reported as the module's input.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from noisescope.model.loading import Subject
 from noisescope.probe.watch import RecordedCall, WatchScope, watch
 from noisescope.sites import FUSED, Site
 
-_MOST_SCORES = 1 << 24  # attention scores that are computed again in one call
+_MOST_SCORES = 1 << 24  # attention scores recomputed in one call
 # Roundings between numbers that agree and the sum that is compared: a block adds attention's and the MLP's output to
 # what it was given, so two. Each is at most half an ulp on either device, at the largest number in it. A limit, not a
 # measured null; judge.SLACK allows twice that.
@@ -43,7 +42,7 @@ _ADDS = 2
 
 
 def replay(subject: Subject | nn.Module, reference: Record | str | Path, *, rows: int = 64, seed: int = 0) -> Verdict:
-    """Where a model computes otherwise than on the device of a record made with full detail.
+    """Find where a model computes differently from the device of a record made with full detail.
 
         ns.record(good, "gsm8k.jsonl", "good.record", detail="full")        # on the good device
         replay(suspect, "good.record")
@@ -56,7 +55,9 @@ def replay(subject: Subject | nn.Module, reference: Record | str | Path, *, rows
     record = recorded(reference, model)
     kept = {site: number for number, site in enumerate(record.sites) if record.whole(number, 0) is not None}
     if not kept:
-        raise InvalidInput(f"{record.path} holds sketches alone: a replay needs whole tensors (record --detail full)")
+        raise InvalidInput(
+            f"{record.path} holds only sketches, but replay needs full tensors: record with --detail full"
+        )
     units = (unit for unit in anatomy.units if any(unit.site(op) in kept for op in (*unit.operators, FUSED)))
     log = Comparer(dataclasses.replace(anatomy, units=tuple(units)), rows=rows, seed=seed)
     for number, batch in enumerate(record.batches):
@@ -67,16 +68,16 @@ def replay(subject: Subject | nn.Module, reference: Record | str | Path, *, rows
     found = conclude(log)
     notes = found.notes
     if len(kept) < len(record.sites):
-        partly = f"whole tensors are in the record for {len(kept)} of {len(record.sites)} sites: only those were seen"
+        partly = f"the record has full tensors for {len(kept)} of {len(record.sites)} sites: only those were checked"
         notes = (*notes, partly)
     return dataclasses.replace(found, method="replay", notes=notes)
 
 
 class Comparer(AuditLog):
-    """A log that judges outputs against another device's."""
+    """A log that checks outputs against another device's."""
 
     def compare(self, site: Site, callee: Any, args: tuple[Any, ...], kwargs: Any, y: Tensor, other: Tensor) -> None:
-        """One call: what it gave here, and what it gave there on the same arguments."""
+        """Check one call: its output here, and its output there for the same arguments."""
         self._count += 1
         try:
             everything = Rows(y.numel(), 0, y.device.type)
@@ -95,7 +96,7 @@ class Comparer(AuditLog):
         self._judge(site, dataclasses.replace(here, reference=doubled), self._count)
 
     def compare_plainly(self, site: Site, y: Tensor, other: Tensor, size: Tensor) -> None:
-        """Numbers that should be the same up to a few roundings at the given size."""
+        """Check numbers that should be equal up to a few roundings at the given size."""
         self._count += 1
         out, values, sizes = (host_rows(t) for t in (y, other, size))
         bound = 2 * rounded_once(sizes.double().abs(), out.dtype)
@@ -104,7 +105,7 @@ class Comparer(AuditLog):
 
 
 class Replay:
-    """Gives every recorded operator what it got and gave on the reference, and compares what it gives here."""
+    """Gives every recorded operator the reference's inputs and outputs, and compares its output here."""
 
     def __init__(self, anatomy: Anatomy, record: Record, kept: dict[Site, int], batch: Batch, log: Comparer) -> None:
         self.anatomy = anatomy
@@ -124,7 +125,7 @@ class Replay:
         return unit.certain and unit.kind != ATTENTION and whole and unit.site(operator) in self.kept
 
     def _recorded(self, site: Site, like: Tensor, tensor: str = "output") -> Tensor | None:
-        """A tensor of the record for the batch at hand, on the device of `like`."""
+        """A tensor of the record for the current batch, on the device of `like`."""
         number = self.kept.get(site)
         found = None if number is None else self.record.whole(number, self.batch.first, self.batch.count, tensor)
         if found is None:
@@ -135,7 +136,7 @@ class Replay:
         return values.reshape(like.shape) if values.numel() == like.numel() else values
 
     def _before(self, call: RecordedCall) -> Tensor | None:
-        """A module gets the reference's input."""
+        """Give a module the reference's input."""
         x = call.first_input
         if x is None or call.operator in ("residual", FUSED):
             return None
@@ -150,7 +151,7 @@ class Replay:
         return self._sum(call) if call.operator in ("residual", FUSED) else self._module(call)
 
     def _module(self, call: RecordedCall) -> Tensor | None:
-        """A module is compared, and gives the reference's output."""
+        """Compare a module's output, and replace it by the reference's."""
         x, y = call.first_input, call.output
         if not isinstance(y, Tensor) or x is None:
             return None
@@ -181,7 +182,7 @@ class Replay:
         return (stored, *y[1:]) if isinstance(y, tuple) else stored
 
     def _attention(self, call: RecordedCall, y: Tensor, stored: Tensor) -> None:
-        """As many prompts as their scores fit into memory."""
+        """Process as many prompts as their scores fit into memory."""
         batch, heads, length = y.shape[0], y.shape[1], y.shape[-2]
         most = max(1, _MOST_SCORES // max(1, heads * length * length))
 
@@ -205,7 +206,7 @@ def _picked(most: int, y: Tensor, other: Tensor, *more: Tensor) -> list[Tensor]:
 
 
 def _in_place_of(x: Tensor, stored: Tensor) -> Tensor:
-    """The reference's numbers in the shape of x; where it kept the last tokens alone, the others stay."""
+    """The reference's numbers in the shape of x; if it kept only the last tokens, the others stay."""
     if stored.shape == x.shape:
         return stored
     changed = x.clone()

@@ -1,4 +1,4 @@
-"""How small an error of each class of modules was judged: the bounds that were used, against the size of outputs."""
+"""How small an error could be detected for each class of modules: the tolerances used, relative to output size."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ MOST = 0.05  # of an output's rms: a call whose bounds are wider on average is n
 class Resolution:
     """One class of modules, or one function, in one dtype.
 
-    The bound of a call is how far its elements may be off, on average, relative to the rms of its output: what is off
-    by more shows. 0 is a single bit.
+    The bound of a call is the average tolerance of its elements relative to the rms of its output: larger errors are
+    detected. 0 is a single bit.
     """
 
     name: str
@@ -22,7 +22,7 @@ class Resolution:
     calls: int
     smallest: float  # bound of a call
     largest: float
-    driven: float | None = None  # relative error inside the operator, where it was driven with made-up inputs
+    driven: float | None = None  # relative error inside the operator, where it was driven with synthetic inputs
     not_judged: int = 0  # calls whose bounds were too wide
 
     def to_dict(self) -> dict[str, Any]:
@@ -31,13 +31,13 @@ class Resolution:
 
 @dataclass
 class ResolutionTable:
-    """Collects the bounds of an audit."""
+    """Collects the tolerances of an audit."""
 
     _bounds: dict[tuple[str, str], list[tuple[float, bool]]] = field(default_factory=dict)  # and whether it was judged
     _driven: dict[tuple[str, str], float] = field(default_factory=dict)
 
     def add(self, name: str, dtype: object, bound: float, *, equal: bool = False) -> bool:
-        """Whether a call with this bound is judged; one whose bits are `equal` to the host's is, whatever the bound."""
+        """Whether a call with this tolerance is judged; one whose bits `equal` the host's always is."""
         judged = equal or bound <= MOST
         self._bounds.setdefault((name, _short(dtype)), []).append((bound, judged))
         return judged
@@ -59,21 +59,25 @@ class ResolutionTable:
 
 def too_coarse(bound: float) -> str:
     """Why a call is not judged."""
-    return f"rounding may explain {percent_of(bound)} of its output, so that a fault below that would not show"
+    return f"rounding may explain {percent_of(bound)} of its output, so a smaller fault would not be detected"
 
 
 def in_one_line(rows: Iterable[Resolution]) -> str:
-    """The coarsest class, for a terminal; empty where nothing was judged by bounds."""
+    """The coarsest class, for a terminal; empty if nothing was judged by tolerances."""
     judged = [row for row in rows if row.calls]
     if not judged:
         return ""
     worst = max(judged, key=lambda row: row.largest)
     exact = sum(row.largest == 0 for row in judged)
-    said = f"{exact} of {len(judged)} classes of calls to the bit"
-    said += f", the others to {percent_of(worst.largest)} of the output or less" if worst.largest else ""
-    said += f" (most: {worst.name} in {worst.dtype})" if worst.largest else ""
+    said = f"{exact} of {len(judged)} kinds of calls are checked bit for bit"
+    said += (
+        f"; in the others, errors below {percent_of(worst.largest)} of the output can hide in rounding"
+        if worst.largest
+        else ""
+    )
+    said += f" (worst: {worst.name} in {worst.dtype})" if worst.largest else ""
     driven = [row.driven for row in judged if row.driven is not None]
-    return said + (f"; inside 16-bit operators to {percent_of(max(driven))}" if driven else "")
+    return said + (f"; inside 16-bit operators, errors below {percent_of(max(driven))} can hide" if driven else "")
 
 
 def percent_of(share: float) -> str:

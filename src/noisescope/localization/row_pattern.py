@@ -1,4 +1,4 @@
-"""Which rows of an output are wrong: tokens and sequences, tiles, tails, and rows that hold what belongs to another."""
+"""Which rows of an output are wrong: tokens, sequences, tiles, tails, and rows that hold another row's values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SAME = 0.95  # of a row's elements that must fit
 
 @dataclass(frozen=True)
 class RowPlaces:
-    """Where each row of an output comes from, [R] each; without `tokens`, rows are just counted."""
+    """The origin of each row of an output, [R] each; without `tokens`, rows are only counted."""
 
     sequence: Tensor
     head: Tensor
@@ -30,7 +30,7 @@ class RowPlaces:
 
     @classmethod
     def of(cls, lead: tuple[int, ...], index: Tensor, operator: str, batch: tuple[int, int] | None = None) -> RowPlaces:
-        """Of rows `index` of an output with this shape before its last dimension; `batch` is [B, T] of the input."""
+        """For rows `index` of an output with this shape before its last dimension; `batch` is [B, T] of the input."""
         axes = _axes(lead, operator, batch)
         if axes is None:
             none = torch.zeros_like(index)
@@ -75,7 +75,7 @@ def _axes(
 
 @dataclass(frozen=True)
 class Region:
-    """The wrong part of an output that is otherwise right."""
+    """The wrong part of an otherwise correct output."""
 
     rows: Tensor  # bool, [R]
     channels: tuple[int, int]  # [start, stop)
@@ -113,12 +113,12 @@ def find_region(loud: Tensor, bad: Tensor, healthy: Tensor, places: RowPlaces) -
 
 
 def row_words(wrong: Tensor, places: RowPlaces) -> str:
-    """Wrong rows in a few words; nothing where they are all."""
+    """The wrong rows as text; empty if all rows are wrong."""
     return "" if bool(wrong.all()) or not bool(wrong.any()) else _rows_words(wrong, places)[1]
 
 
 def _rows_words(wrong: Tensor, places: RowPlaces) -> tuple[str, str]:
-    """What rows have in common ("" for nothing), and words for them."""
+    """What the rows have in common ("" for nothing), and a text for them."""
     sequences, heads, tokens = places.shape
     bad = places[wrong]
     right = places[~wrong]
@@ -148,7 +148,7 @@ def _rows_words(wrong: Tensor, places: RowPlaces) -> tuple[str, str]:
 
 
 def _runs(bad: RowPlaces, right: RowPlaces) -> Iterator[tuple[tuple[int, int], tuple[int, int] | None]]:
-    """For each sequence and head the first and the last wrong token; None where a right one lies between."""
+    """For each sequence and head the first and the last wrong token; None if a correct one lies between."""
     for sequence in _values(bad.sequence):
         for head in _values(bad.head[bad.sequence == sequence]):
             here = bad.token[(bad.sequence == sequence) & (bad.head == head)]
@@ -188,7 +188,7 @@ def _some(bad: RowPlaces) -> str:
 
 
 def moved_rows(y: Tensor, values: Tensor, limit: Tensor, wrong: Tensor) -> dict[int, int]:
-    """Wrong rows that hold what belongs to another row: row -> that row. Empty where most hold something else."""
+    """Wrong rows that hold the values of another row: row -> that row. Empty if most hold something else."""
     candidates = wrong.nonzero().flatten()
     some = candidates[:: max(1, -(-len(candidates) // _MOST_COMPARED))].tolist()
     found: dict[int, int] = {}

@@ -1,6 +1,6 @@
-"""`scans`: what each block does to the numbers that pass it, read in a few forwards; the verdict may be "healthy".
+"""`scans`: statistics of each block's input and output, from a few forwards; the verdict may be "healthy".
 
-Two kinds of evidence, and they are not worth the same:
+It uses two kinds of evidence of different strength:
 
 - **Exact.** `bookkeeping`: a block's output is the sum of its input and of what its branches gave, bit for bit; a fault
   at the output breaks that there and nowhere else, whatever its kind and size. `instability`: the same input, bit for
@@ -66,7 +66,7 @@ def scans(
     runs: int = RUNS,
     false_alarms: float = 0.01,
 ) -> Verdict:
-    """Where a block's output is wrong, by local scans: three forwards, and each block called once more.
+    """Find blocks with a wrong output by local scans: three forwards, and each block called once more.
 
         with faulty(subject.model, "bias:0.01@10"):
             verdict = scans(subject)          # verdict.suspects[0].site.place == 10
@@ -96,7 +96,9 @@ def conclude(
     """The verdict of some readings; `rounding` is the relative difference that two healthy runs may have."""
     layers = {layer for values in results.profiles.values() for layer in values} | set(results.instability)
     if not layers and not results.elements:
-        raise NothingInjected("the model ran, but no block gave a tensor of its input's shape: nothing was scanned")
+        raise NothingInjected(
+            "the model ran, but no block returned a tensor of its input's shape, so nothing was scanned"
+        )
     profiles = {name: Profile.of(name, results.profiles[name]) for name in PROFILES if results.profiles[name]}
     limit = z_limit(len(layers), sum(len(_SIDES[name]) for name in profiles), false_alarms)
     odd = _odd_layers(profiles, limit)
@@ -118,7 +120,7 @@ def conclude(
 
 @dataclass(frozen=True)
 class Profile:
-    """One scan's numbers over the layers, with their robust z-scores."""
+    """One scan's values over the layers, with their robust z-scores."""
 
     values: dict[int, float]
     z: dict[int, float]
@@ -135,7 +137,7 @@ class Profile:
 
 @functools.cache
 def z_limit(layers: int, sides: int, rate: float) -> float:
-    """The |z| that a run of healthy layers passes with chance `rate`, if all layers were normal and alike.
+    """The |z| that healthy layers exceed with probability `rate`, if all layers were normal and alike.
 
     By simulation (z divides by a MAD of as few numbers as there are layers, so its tails are heavy), with a Bonferroni
     share for each side of each scan.
@@ -166,7 +168,8 @@ def _broken(anatomy: Anatomy, failure: Failure, results: Readings) -> Suspect:
     if failure.layer in results.unstable and name != "spike":
         name = "noise"
     evidence = (
-        f"bookkeeping: {judgement.words}; {pattern.text}; should be what {failure.code} makes of what its modules gave"
+        f"bookkeeping: {judgement.words}; {pattern.text}; expected what {failure.code} computes from its modules' "
+        f"outputs"
     )
     details = {"scan": "bookkeeping", "bad": judgement.bad, "elements": judgement.elements, **pattern.details}
     score = 3 - failure.layer / len(anatomy.blocks)  # the first in the order of computation
@@ -187,7 +190,9 @@ def _unrepeatable(anatomy: Anatomy, layer: int, results: Readings) -> Suspect:
 
 def _odd(anatomy: Anatomy, layer: int, found: tuple[str, float, float], limit: float) -> Suspect:
     name, value, z = found
-    evidence = f"{name}: {value:.3g}, z {z:+.1f} among the layers (limit {limit:.1f}); healthy models have such too"
+    evidence = (
+        f"{name}: {value:.3g}, z {z:+.1f} among the layers (limit {limit:.1f}); healthy models can have such layers too"
+    )
     kind = _CLASSES[name, 1 if z > 0 else -1]
     score = abs(z) / (abs(z) + limit)
     details = {"scan": name, "z": z}
@@ -199,7 +204,7 @@ def _site(anatomy: Anatomy, layer: int) -> Site:
 
 
 def _numbers(suspect: Suspect, profiles: Mapping[str, Profile], results: Readings) -> dict[str, Any]:
-    """Every scan's number at a suspect's layer."""
+    """Every scan's value at a suspect's layer."""
     layer = suspect.site.place
     assert isinstance(layer, int)
     numbers: dict[str, Any] = {}
@@ -214,7 +219,7 @@ def _numbers(suspect: Suspect, profiles: Mapping[str, Profile], results: Reading
 def _visible(
     results: Readings, which: frozenset[str], profiles: Mapping[str, Profile], limit: float, rounding: float
 ) -> dict[str, Any]:
-    """The smallest fault at a block's output that each scan could have seen; `change` is of the scan's own number."""
+    """The smallest fault at a block's output that each scan could have detected; `change` is in the scan's own unit."""
     visible: dict[str, Any] = {}
     if "bookkeeping" in which:
         visible["bookkeeping"] = {"element_ulp": 1.0, "elements": results.elements, "blind": sorted(results.unknown)}
@@ -231,20 +236,20 @@ def _notes(
     quiet = [f"{layer} ({odd[layer][0]}, z {odd[layer][2]:+.0f})" for layer in sorted(set(odd) - reported)]
     if quiet:
         yield (
-            f"layers that stand out among the others but whose sums are exact: {', '.join(quiet)}; limit of |z| "
-            f"{limit:.1f}. Models have such layers by nature, or a branch inside is at fault: see `audit`"
+            f"layers that stand out from the others but whose sums are exact: {', '.join(quiet)}; limit of |z| "
+            f"{limit:.1f}. Some layers stand out in healthy models, or a branch inside is faulty: check with `audit`"
         )
     yield (
-        "what scans can't see: errors inside a branch that repeat from run to run (a wrong linear, norm or softmax), "
-        "since sums are right with a wrong summand as well; whatever lies outside the blocks, decode, other shapes and "
-        "gradients; `audit` detects these"
+        "scans can't detect deterministic errors inside a branch (a wrong linear, norm or softmax), because the sum "
+        "is still exact when a summand is wrong; nor anything outside the blocks, in decode, other shapes or "
+        "gradients. `audit` detects these"
     )
     if results.unknown:
         blind = sorted(results.unknown)
-        yield f"bookkeeping is blind at blocks {blind}: their code can't be run on the host"
+        yield f"bookkeeping can't check blocks {blind}: their code can't be run on the host"
     steady = results.unstable - reported
     if steady:
-        yield f"blocks {sorted(steady)} differ from run to run within rounding: sums in no fixed order"
+        yield f"blocks {sorted(steady)} differ from run to run within rounding: they sum in no fixed order"
 
 
 def _checked(which: Iterable[str], runs: int, false_alarms: float) -> frozenset[str]:
@@ -255,7 +260,7 @@ def _checked(which: Iterable[str], runs: int, false_alarms: float) -> frozenset[
     if not chosen:
         raise InvalidInput(f"which is empty: name at least one of {', '.join(SCANS)}")
     if runs < 2 and "instability" in chosen:
-        raise InvalidInput(f"instability compares runs: at least 2 are needed, got runs={runs}")
+        raise InvalidInput(f"the instability scan compares runs and needs at least 2, got runs={runs}")
     if not 0 < false_alarms < 1:
         raise InvalidInput(f"false_alarms must be between 0 and 1, got {false_alarms!r}")
     return chosen

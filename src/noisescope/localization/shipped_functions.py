@@ -1,7 +1,7 @@
-"""Functions of torch and transformers that somebody has replaced in memory, and what the packages ship instead.
+"""Functions of torch and transformers that were replaced in memory, and the packages' originals.
 
-A device's plug-in may put its own F.silu in place, and so may a fault. The host must not take such a function for its
-reference: while the host computes, the packages' own functions are back in their places.
+A device plug-in may replace F.silu with its own version, and so may a fault. The host must not use such a function as
+its reference: while the host computes, the packages' own functions are put back.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def _owners() -> list[Any]:
 
 
 def _held(owner: Any) -> dict[str, Any]:
-    """By name; of a tensor those of its native base as well, which a patch hides."""
+    """By name; for tensors including the functions of the native base class, which a patch hides."""
     return {**vars(torch._C.TensorBase), **vars(owner)} if owner is torch.Tensor else dict(vars(owner))
 
 
 def _counts(owner: Any, name: str) -> bool:
-    """Of a layer, what is called when it runs; the rest of a class is often made by others (dataclasses)."""
+    """For a layer class, only what is called when it runs; others often generate the rest (dataclasses)."""
     is_layer = isinstance(owner, type) and issubclass(owner, nn.Module)
     if owner is torch and name in _COMPUTES_NOTHING:
         return False
@@ -49,7 +49,7 @@ def _is_function(value: Any) -> bool:
 
 
 def _foreign(value: Any) -> bool:
-    """Whether its code lies outside torch; what is neither Python code nor torch's own is."""
+    """Whether its code lies outside torch; anything that is neither Python code nor torch's own counts."""
     if isinstance(value, FunctionType):
         return not value.__code__.co_filename.startswith((_TORCH, "<"))  # "<string>": made by dataclasses and the like
     return not (_is_function(value) or isinstance(value, type))
@@ -80,7 +80,7 @@ class Replaced:
 
 
 def replaced_functions() -> list[Replaced]:
-    """All of them that have a known original."""
+    """All replaced functions that have a known original."""
     found = []
     for get, name, was, early, owner in _LOOKUPS:
         now = get(name, was)
@@ -101,7 +101,7 @@ def _from_package(owner: Any, name: str) -> Any:
 
 
 def _attention_functions() -> Iterator[Replaced]:
-    """Names in transformers' registry that are its own: others are the user's to define."""
+    """Names in transformers' registry that are its own; users may define others."""
     home = sys.modules.get("transformers.modeling_utils")
     table = None if home is None else home.AttentionInterface._global_mapping
     for name, (module, function) in _REGISTRY.items() if table is not None else ():
@@ -112,7 +112,7 @@ def _attention_functions() -> Iterator[Replaced]:
 
 @contextmanager
 def shipped_functions() -> Iterator[None]:
-    """Puts the packages' own functions in place for a while."""
+    """Temporarily restore the packages' own functions."""
     replaced = replaced_functions()
     before = [_get(each) for each in replaced]
     try:

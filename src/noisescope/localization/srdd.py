@@ -1,6 +1,7 @@
 """`srdd`: the four probes of the original method notes with their weights, end to end, as the published baseline.
 
-Noise of rising scale falls on the products of one layer at a time; the response is the divergence of the last token's
+Noise of increasing scale is injected into the products of one layer at a time; the response is the divergence of the
+last token's
 distribution, averaged over draws and prompts. Each probe gives one number per layer, and a z-score over the layers:
 
 =============  =============================================================================  ==========  ======
@@ -51,11 +52,11 @@ INVARIANCE_SCALE = 0.05  # the measured scale nearest to it is used
 WEIGHTS = {"monotonicity": 1.0, "smoothness": 1.5, "invariance": 1.0, "compression": 1.5}
 SUSPICIOUS = {"monotonicity": -1, "smoothness": +1, "invariance": +1, "compression": -1}  # which sign of z
 CANNOT_SEE = (
-    "this method has no threshold: the first suspect is named on a healthy model too, and no verdict but undecided is "
-    "possible",
-    "what it can't see: it compares how the last token's distribution responds to noise in each layer, so a fault that "
-    "leaves those responses alike (noise, spikes, saturation, small gains, one wrong channel, anything outside the "
-    "blocks, decode, gradients) does not show, and layers that are sensitive by nature do; `audit` detects these",
+    "this method has no threshold: it names a first suspect even on a healthy model, so its verdict is always "
+    "undecided",
+    "this method compares how the last token's distribution responds to noise in each layer. It misses faults that "
+    "leave those responses unchanged (noise, spikes, saturation, small gains, one wrong channel, anything outside "
+    "the blocks, decode, gradients) and may name a layer that is merely sensitive. `audit` detects these faults",
 )
 _EPS = 1e-6  # in the logarithms of the divergence, in float32
 _TINY = 1e-10
@@ -86,7 +87,7 @@ def srdd(
     scales: Sequence[float] = SCALES,
     trials: int = TRIALS,
 ) -> Verdict:
-    """The layers of a model ranked by the original notes' composite score; details hold every probe's number.
+    """Rank a model's layers by the original notes' composite score; details hold every probe's number.
 
         with faulty(subject.model, "dead_zone:0.3@10"):
             srdd(subject).suspects[0].site.place
@@ -97,7 +98,7 @@ def srdd(
     model, tokenizer, anatomy = parts_of(subject)
     chosen = _layers(layers, len(anatomy.blocks))
     if len(scales) < 2 or any(b <= a for a, b in itertools.pairwise(scales)) or scales[0] <= 0:
-        raise InvalidInput(f"scales must be two or more positive numbers in rising order, got {tuple(scales)}")
+        raise InvalidInput(f"scales must be two or more positive numbers in increasing order, got {tuple(scales)}")
     if trials < 1:
         raise InvalidInput(f"trials must be at least 1, got {trials}")
     ids = prompt_ids(model, tokenizer, prompts, seed=seed, count=PROMPTS, length=LENGTH)
@@ -111,7 +112,7 @@ def srdd(
 
 
 def probes(responses: Responses) -> dict[str, tuple[Array, Array]]:
-    """Probe -> its number and its z-score for each layer."""
+    """Each probe's value and z-score per layer."""
     mean = responses.by_scale
     nearest = int(np.argmin(np.abs(np.array(responses.scales) - INVARIANCE_SCALE)))
     by_prompt = responses.values[:, nearest].mean(1)
@@ -128,7 +129,7 @@ def probes(responses: Responses) -> dict[str, tuple[Array, Array]]:
 
 
 def composite(found: dict[str, tuple[Array, Array]]) -> Array:
-    """The notes' weighted sum, for each layer."""
+    """The notes' weighted sum per layer."""
     parts = [WEIGHTS[name] * np.maximum(0, SUSPICIOUS[name] * z) for name, (_, z) in found.items()]
     return np.asarray(np.sum(parts, axis=0))
 
@@ -198,7 +199,7 @@ def _second_difference(s: Array) -> Array:
 
 
 def _spearman(x: Sequence[float], y: Array) -> float:
-    """Rank correlation; 0 for a constant response, which is as suspicious as can be."""
+    """Rank correlation; 0 for a constant response, which is maximally suspicious."""
     if np.ptp(y) == 0:
         return 0.0
     return float(np.corrcoef(rankdata(x), rankdata(y))[0, 1])

@@ -1,7 +1,8 @@
-"""What is wrong in a loaded model's memory, without running it: weights, buffers and attributes.
+"""Checks a loaded model's memory without running it: weights, buffers and attributes.
 
-An audit takes weights as they are: it finds what computes wrongly with them. Here they are compared with the file that
-they came from, bit for bit after the cast of loading; buffers and attributes with those that the config gives.
+An audit takes weights as they are and finds what computes wrongly with them. This check compares them with the file
+they came from, bit for bit after the loading cast, and compares buffers and attributes with those that the config
+gives.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _SHOWN = 3
 
 @dataclass(frozen=True)
 class StateReport:
-    """Suspects are sure; what is doubtful is among the notes too, in words."""
+    """Suspects are certain; doubtful findings are listed in the notes."""
 
     suspects: tuple[Suspect, ...] = ()
     doubtful: tuple[Suspect, ...] = ()
@@ -46,12 +47,12 @@ class StateReport:
 
 
 def check_state(subject: Subject | nn.Module) -> StateReport:
-    """What is wrong in a model's memory.
+    """Check a model's weights, buffers and attributes.
 
         report = check_state(ns.load("path/to/model", device="cuda"))
         report.suspects, report.words
 
-    Weights are compared with the checkpoint that the model was loaded from, if it is at hand; buffers and attributes
+    Weights are compared with the checkpoint that the model was loaded from, if available; buffers and attributes
     with those that the model's class makes from its config, or between blocks where there is none. Weights that are
     all zero, constant or the same in two places are doubtful without a file. Nothing of the model runs or changes.
     """
@@ -74,7 +75,7 @@ def check_state(subject: Subject | nn.Module) -> StateReport:
 
 
 def _checkpoint(subject: Subject | nn.Module, root: Any) -> Stored | None:
-    """How the tensors are read that the model was loaded from; None where that is not known."""
+    """A reader for the tensors the model was loaded from; None if unknown."""
     source, revision = str(root.name_or_path), vars(root.config).get("_commit_hash")
     if isinstance(subject, Subject) and subject.loading is not None:
         source, revision = subject.source, subject.loading["revision"] or revision
@@ -103,8 +104,8 @@ def _with_prefix(part: Compared, prefix: str) -> Compared:
 
 
 def with_state(found: Verdict, report: StateReport) -> Verdict:
-    """A verdict with what is wrong in memory: those suspects first, for they are no matter of round-off."""
-    notes = (*report.notes, f"state: {report.seconds:.1f} s")
+    """A verdict with the faults found in memory first, because round-off can't explain them."""
+    notes = (*report.notes, f"checking weights, buffers and config took {report.seconds:.1f} s")
     return dataclasses.replace(
         found,
         verdict="faulty" if report.suspects else found.verdict,
@@ -116,7 +117,7 @@ def with_state(found: Verdict, report: StateReport) -> Verdict:
 
 
 def _pretrained(model: nn.Module) -> tuple[str, Any]:
-    """The outermost model of transformers, inside adapters and wrappers, with the prefix of its modules' names."""
+    """The outermost transformers model, inside adapters and wrappers, with the prefix of its module names."""
     from transformers import PreTrainedModel
 
     found = ((name, module) for name, module in model.named_modules() if isinstance(module, PreTrainedModel))
@@ -125,7 +126,7 @@ def _pretrained(model: nn.Module) -> tuple[str, Any]:
 
 
 def _fits(model: nn.Module, kind: torch.dtype) -> bool:
-    """Whether all float32 matrices hold numbers of a shorter dtype alone, as after a cast there and back."""
+    """Whether all float32 matrices hold only numbers of a shorter dtype, as after a cast there and back."""
     matrices = [p for p in model.parameters() if p.dtype == torch.float32 and p.dim() > 1 and type(p) in PLAIN]
     return bool(matrices) and all(p.device.type == "meta" or torch.equal(p, p.to(kind).float()) for p in matrices)
 
@@ -134,10 +135,10 @@ def _fits(model: nn.Module, kind: torch.dtype) -> bool:
 
 
 def suspicious_weights(model: nn.Module, judged: WeightsCompared) -> Compared:
-    """Parameters that are not finite, all zero, constant in rows, or the same in two places; biases may be anything.
+    """Parameters that are not finite, all zero, constant in rows, or identical in two places; biases may be anything.
 
-    What a checkpoint has like that is the model's own, but for numbers that are not finite. The device looks first, and
-    the host again where it sees something.
+    What the checkpoint also has is the model's own, except for non-finite numbers. The device looks first, and the host
+    checks again if it finds something.
     """
     faults: list[StateFault] = []
     seen: dict[tuple[Any, ...], tuple[str, Tensor]] = {}
@@ -164,7 +165,7 @@ def suspicious_weights(model: nn.Module, judged: WeightsCompared) -> Compared:
 
 
 def _oddities(x: Tensor, owner: nn.Module | None, alike: tuple[str, Tensor] | None) -> Iterator[tuple[str, str, bool]]:
-    """What is wrong with a weight in words, with its class, and whether no healthy model has it.
+    """What is wrong with a weight as text, with its class, and whether it never occurs in a healthy model.
 
     `owner` is None for biases; `alike` is an earlier weight of the same shape and sum.
     """
@@ -184,7 +185,7 @@ def _odd_matrix(x: Tensor, module: nn.Module) -> Iterator[tuple[str, str]]:
     elif x.dim() == 2 and x.shape[1] > 1 and not isinstance(module, nn.Embedding):
         constant = int((x == x[:, :1]).all(1).sum())
         if constant:
-            yield f"has {constant} of {len(x)} rows that hold one number throughout", "dead lane"
+            yield f"has {constant} of {len(x)} rows in which all elements are equal", "dead lane"
 
 
 # -- the report
@@ -217,7 +218,7 @@ def _sites(model: nn.Module, anatomy: Anatomy) -> dict[str, Site]:
 
 
 def _site(sites: dict[str, Site], fault: StateFault) -> Site:
-    """Of the module, or of the nearest one that holds it."""
+    """The site of the module, or of the nearest one that contains it."""
     name = fault.module
     while name not in sites and name:
         name = name.rpartition(".")[0]

@@ -1,4 +1,4 @@
-"""What the checks of a model's memory give: faults, how much was compared, and what was not."""
+"""Results of the checks of a model's memory: faults, how much was compared, and what was not."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ ADAPTED = ".base_layer"  # what peft puts into the name of a module that it adap
 
 @dataclass(frozen=True)
 class StateFault:
-    """Something in a module's memory that is not as it should be; `sure` unless a healthy model may have it."""
+    """Something wrong in a module's memory; `sure` unless a healthy model may have it."""
 
     module: str
     words: str
@@ -20,7 +20,7 @@ class StateFault:
 
 @dataclass(frozen=True)
 class Compared:
-    """Faults of one kind of check, how many things were compared, and what was not, with the reason."""
+    """Faults of one kind of check, how many items were compared, and which were not, with the reason."""
 
     faults: tuple[StateFault, ...] = ()
     compared: int = 0

@@ -1,4 +1,4 @@
-"""Bits of an output that never change though they should: a stuck bit, a short output path.
+"""Output bits that never change although they should: a stuck bit, a short output path.
 
 The null: in n healthy rows a bit is 1 about as often as in the reference, rounded to the same dtype. If the reference
 holds m ones among its n and the output none, the ones of both fell on one side by chance with probability
@@ -31,7 +31,7 @@ _MOST_ELEMENTS = 1 << 16  # examined of the output as a whole
 def stuck_channels(y: Tensor, reference: Reference, *, below_one: bool = False) -> tuple[bool, list[int]]:
     """Whether a bit is stuck in the whole output [R, C], and the channels in which one is.
 
-    `below_one` for probabilities: many are 1 for ever, and channels may well be, so only the whole is examined.
+    `below_one` for probabilities: many are always 1, and whole channels may be, so only the whole is examined.
     """
     if not _enough(y.numel()):
         return False, []
@@ -83,12 +83,12 @@ def _stuck(given: Tensor, expected: Tensor, usable: Tensor, lowest: Tensor, *, o
 
 
 def _enough(rows: int) -> bool:
-    """Whether so many rows can tell anything."""
+    """Whether that many rows can show anything."""
     return _by_chance(np.ones(rows), 0) < CHANCE
 
 
 def _by_chance(expected: np.ndarray, value: int) -> float:
-    """How likely n healthy bits are all `value` when m of the expected ones are not; fair coins at the least."""
+    """How likely n healthy bits are all `value` when m of the expected ones are not; at least that of fair coins."""
     n, m = len(expected), int((expected != value).sum())
     two_samples = np.exp(gammaln(n + 1) - gammaln(n - m + 1) - gammaln(2 * n + 1) + gammaln(2 * n - m + 1))
     return max(float(two_samples), 0.5**n)

@@ -1,4 +1,4 @@
-"""Questions that every locator asks of tensors: on the host, equal, of what size, which rows, channels and lanes."""
+"""Tensor helpers for all locators: copies to the host, equality, sizes, rows, channels and lanes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_KEY = 64  # elements by which rows are told apart before they are compared
+_KEY = 64  # elements used to distinguish rows before they are compared
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of the numbers they show
 
 
 def elements_at_a_time() -> int:
-    """Of a large tensor: what is made of them stays in the processors' caches."""
+    """Chunk size for large tensors, so that intermediate results stay in the processor caches."""
     return max(1 << 18, (1 << 17) * torch.get_num_threads())
 
 
@@ -26,7 +26,7 @@ def on_host(x: Tensor) -> Tensor:
 
 
 def host_memory() -> int:
-    """Bytes of the host's memory; 0 where the system does not say."""
+    """Bytes of host memory; 0 if the system does not say."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, OSError, ValueError):  # Windows
@@ -47,7 +47,7 @@ class HostCopy:
 
 
 def begin_copy(x: Tensor) -> HostCopy:
-    """Begins to copy a tensor to the host, if it is not there; from CUDA into locked memory, in the stream's order."""
+    """Start copying a tensor to the host, if it is not there; from CUDA into pinned memory, in stream order."""
     if x.device.type != "cuda":
         return HostCopy(on_host(x))
     with torch.cuda.device(x.device):
@@ -72,7 +72,7 @@ def rms(x: Tensor) -> float:
 
 
 def differing(got: Tensor, expected: Tensor) -> Tensor:
-    """Where two tensors have other numbers (NaN equals itself, 0 equals -0)."""
+    """Where two tensors have different values (NaN equals itself, 0 equals -0)."""
     return (got != expected) & ~(got.isnan() & expected.isnan())
 
 
@@ -81,7 +81,7 @@ def same_numbers(a: Tensor, b: Tensor) -> bool:
 
 
 def distinct_rows(x: Tensor, *others: Tensor, among: Sequence[int] | None = None) -> list[int]:
-    """Indices of rows, each different one once (of x and all others together): copies make the same errors again."""
+    """Indices of distinct rows (of x and all others together): duplicates repeat the same errors."""
     every = [bits_of(tensor).numpy() for tensor in (x, *others)]
     seen: dict[bytes, list[int]] = {}
     for row in range(len(x)) if among is None else among:
@@ -97,7 +97,7 @@ def any_row_bits(bits: Tensor) -> Tensor:
 
 
 def channels_with(bad: Tensor) -> tuple[int, ...]:
-    """Channels with bad elements; () where they are more than half of all."""
+    """Channels with bad elements; () if more than half of all have some."""
     found = bad.reshape(-1, bad.shape[-1]).any(0).nonzero().flatten().tolist()
     return tuple(found) if len(found) * 2 <= bad.shape[-1] else ()
 

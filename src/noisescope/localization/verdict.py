@@ -1,4 +1,4 @@
-"""What a locator says: healthy, faulty or undecided; where; what kind of fault; how sure; what it could have seen."""
+"""A locator's verdict: healthy, faulty or undecided; where; the kind of fault; the confidence; the detection limits."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Suspect:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A locator's whole answer; suspects are ranked, the likeliest first."""
+    """A locator's complete answer; suspects are ranked, the likeliest first."""
 
     verdict: str
     method: str
@@ -110,22 +110,25 @@ class Verdict:
 
     @property
     def headline(self) -> str:
-        """The verdict with what it is worth, in one sentence: "healthy" alone is never said of what was not judged."""
+        """The verdict with its coverage, in one sentence: "healthy" never covers what was not checked."""
         coverage = self.coverage
         if self.verdict == "faulty":
             return f"faulty: {self._blamed()}"
         if self.verdict == "healthy" and not coverage.measured:
-            return f"healthy: no fault in {self.checked} checks ({self.method}); this method does not measure coverage"
+            return (
+                f"healthy: no fault found in {self.checked} checks ({self.method}); this method does not measure "
+                f"coverage"
+            )
         if self.verdict == "healthy" and coverage.enough:
-            return f"healthy: no fault in {coverage.ran}; {coverage.shares} judged"
+            return f"healthy: no fault found in {coverage.ran}; {coverage.shares} checked"
         if coverage.measured and not coverage.enough and coverage.smallest_share > 0 and not self.suspects:
             judged = percent(coverage.smallest_share)
-            return f"no fault in the {judged} that was judged ({coverage.shares}), in {coverage.ran}"
+            return f"no fault found in the {judged} that was checked ({coverage.shares}), in {coverage.ran}"
         return f"undecided: {self._open()}"
 
     def _blamed(self) -> str:
         if not self.suspects:
-            return "something computes wrongly, and no place stands out"
+            return "something computes wrongly, but no single place stands out"
         first, *others = self.suspects
         also = f" and {len(first.also)} more place{'s' * (len(first.also) > 1)}" if first.also else ""
         more = f"; {len(others)} more suspect{'s' * (len(others) > 1)}" if others else ""
@@ -135,12 +138,12 @@ class Verdict:
         """Why nothing could be decided."""
         if self.unseen:
             more = f" and {len(self.unseen) - 1} more" if len(self.unseen) > 1 else ""
-            return f"{self.unseen[0]}{more} could not be judged"
+            return f"{self.unseen[0]}{more} could not be checked"
         if self.suspects:
             return f"{self._blamed()} is possible, but not certain"
         if self.coverage.measured and not self.coverage.enough:
-            return f"{self.coverage.shares} could be judged, in {self.coverage.ran}"
-        return self.notes[0] if self.notes else "the evidence does not suffice"
+            return f"{self.coverage.shares} could be checked, in {self.coverage.ran}"
+        return self.notes[0] if self.notes else "the evidence is not sufficient"
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -158,5 +161,5 @@ class Verdict:
 
 
 def ranked(suspects: Iterable[Suspect]) -> tuple[Suspect, ...]:
-    """The highest score first; alike ones in the order of the model."""
+    """The highest score first; ties in model order."""
     return tuple(sorted(suspects, key=lambda suspect: -suspect.score))

@@ -1,4 +1,4 @@
-"""How a tensor in memory differs from the one in the checkpoint: a bit, a scale, a transposition, another's numbers."""
+"""How a tensor in memory differs from the checkpoint: a bit, a scale, a transposition, another tensor's numbers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SPARSE = 0.1  # of the elements: an update by training changes more
 
 @dataclass(frozen=True)
 class Difference:
-    """What is wrong with a tensor, in words that follow its name; `dense`: all over and unlike any known damage."""
+    """What is wrong with a tensor, as text that follows its name; `dense`: everywhere, and unlike any known damage."""
 
     words: str
     fault_class: str = "unknown"
@@ -26,7 +26,7 @@ class Difference:
 
 
 def bits_of(x: Tensor) -> Tensor:
-    """The bit patterns as integers: equal NaN are equal, and -0 is not 0."""
+    """The bit patterns as integers: equal NaNs are equal, and -0 is not 0."""
     x = x.detach().contiguous()
     return x if x.dtype == torch.bool else x.view(_INTEGERS[x.element_size()])
 
@@ -36,7 +36,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def difference(found: Tensor, stored: Tensor) -> Difference | None:
-    """None where they are the same; both on the host, of one shape; `stored` is cast as on loading."""
+    """None if they are the same; both on the host, of one shape; `stored` is cast as on loading."""
     expected = stored.to(found.dtype)
     if same_bits(found, expected):
         return None
@@ -57,7 +57,7 @@ def difference(found: Tensor, stored: Tensor) -> Difference | None:
 
 
 def _recognised(found: Tensor, expected: Tensor, wrong: Tensor) -> Iterator[Difference]:
-    """The kinds of damage that fit, the surest first."""
+    """The kinds of damage that fit, the most certain first."""
     bad = int((~found.isfinite() & expected.isfinite()).sum())
     if bad > 1 or (bad and found.numel() < 2):
         yield Difference(f"holds {bad} NaN or infinities that the checkpoint does not", "unknown", _channels(wrong))
@@ -89,7 +89,7 @@ def _flipped(found: Tensor, expected: Tensor, wrong: Tensor) -> Iterator[Differe
 
 
 def _dead(found: Tensor, wrong: Tensor) -> Iterator[Difference]:
-    """Whole rows or columns that are 0 where the checkpoint has numbers, and nothing else wrong."""
+    """Whole rows or columns that are 0 where the checkpoint has numbers, with nothing else wrong."""
     if found.dim() != 2 or bool(found[wrong].any()):
         return
     for dim, name, kind in ((0, "rows", "dead lane"), (1, "columns", "dead input lane")):
@@ -111,9 +111,9 @@ def _moved(found: Tensor, expected: Tensor) -> Iterator[Difference]:
         yield Difference(words, "swapped channels")
         return
     if same_bits(found, expected.transpose(-1, -2)):
-        yield Difference("is transposed: the checkpoint has rows where it has columns", "swapped channels")
+        yield Difference("is transposed relative to the checkpoint", "swapped channels")
     if same_bits(found, expected.mT.reshape(found.shape)):
-        yield Difference("is laid out column by column, the checkpoint row by row", "swapped channels")
+        yield Difference("is stored column-major, the checkpoint row-major", "swapped channels")
     for dim, name in ((0, "rows"), (1, "columns")):
         here, there = found.transpose(0, dim).flatten(1), expected.transpose(0, dim).flatten(1)
         shift = _shift(here, there)
@@ -129,7 +129,7 @@ def _moved(found: Tensor, expected: Tensor) -> Iterator[Difference]:
 
 
 def _shift(found: Tensor, expected: Tensor) -> int:
-    """By how many rows one is rolled against the other; 0 where it is not, or where the first row tells too little."""
+    """By how many rows one is rolled against the other; 0 if it is not, or if the first row is ambiguous."""
     places: list[int] = (expected == found[0]).all(1).nonzero()[:, 0].tolist()
     for place in places[:8]:
         if place and torch.equal(found, expected.roll(-place, 0)):
@@ -138,7 +138,7 @@ def _shift(found: Tensor, expected: Tensor) -> int:
 
 
 def _same_rows(found: Tensor, expected: Tensor) -> bool:
-    """The same rows in another order, by a sum of each that no other order of its numbers has."""
+    """The same rows in another order, identified by an order-sensitive sum of each."""
     weights = torch.rand(found.shape[1], dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     one, other = (found.double() @ weights).sort(), (expected.double() @ weights).sort()
     return torch.equal(one.values, other.values) and torch.equal(found[one.indices], expected[other.indices])
@@ -166,7 +166,7 @@ def _count(wrong: Tensor) -> str:
 
 
 def _lines(wrong: Tensor) -> str:
-    """Which rows or columns, where it is a few of them."""
+    """Which rows or columns, if there are only a few."""
     if wrong.dim() != 2:
         return ""
     for dim, name in ((0, "rows"), (1, "columns")):

@@ -1,6 +1,8 @@
 """One pass over a linear's weight, part by part: as it is multiplied, and checksums of all rows of the product.
 
 Checksums of a product: sum_n r_n y_n against x . sum_n r_n w_n, r = +-1, n over blocks of outputs (Freivalds 1977).
+They check every row for the cost of N / 64 columns. A checksum has the error of its 64 elements together, so one wrong
+element is detected from about 14 ulp on.
 
 They check every row for the price of N / 64 columns. A checksum's error is that of its 64 elements together, so one
 wrong element is seen from about 14 ulp on.
@@ -37,7 +39,7 @@ def as_multiplied(x: Tensor, y: Tensor) -> Tensor:
 def columns_on_host(weight: Tensor, y: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """A weight [N, K] on the host, as it is multiplied for y, some outputs at a time.
 
-    From an accelerator the next part comes while this one is worked on; no more of it is held here.
+    From an accelerator the next part is copied while this one is processed; no more is held here.
     """
     step = COLUMNS * torch.get_num_threads()
     parts = [slice(start, start + step) for start in range(0, len(weight), step)]
@@ -51,19 +53,19 @@ def columns_on_host(weight: Tensor, y: Tensor) -> Iterator[tuple[slice, Tensor]]
 
 @dataclass(frozen=True)
 class Checksums:
-    """How far the checksums of each row are off, [R, N / 64], and the variance of a healthy one."""
+    """The error of each row's checksums, [R, N / 64], and the variance of a healthy one."""
 
     error: Tensor
     variance: Tensor
 
     @property
     def z(self) -> Tensor:
-        """In standard deviations; inf where NaN, Inf or what is too large for them is among what was summed."""
+        """In standard deviations; inf if NaN, Inf or an overflow is among the terms."""
         z = self.error.abs() / self.variance.clamp_min(1e-300).sqrt()
         return torch.where(z.isnan() | self.variance.isinf(), torch.inf, z)
 
     def rows_off(self) -> Tensor:
-        """Rows whose checksums fail, the worst first; those with NaN or Inf are computed again and judged there."""
+        """Rows whose checksums fail, the worst first; those with NaN or Inf are recomputed and judged there."""
         worst = self.z.amax(1)
         off = (worst > Z_ELEMENT).nonzero().flatten()
         return off[worst[off].argsort(descending=True)]
@@ -92,7 +94,7 @@ class Checker:
         self._variances: list[Tensor] = []
 
     def see(self, here: slice, w: Tensor, squared: Tensor) -> None:
-        """Some outputs: their weights in float64, and the squares of these in float32."""
+        """Process some outputs: their weights in float64, and the squares of these in float32."""
         y, sign, added, short = self._y[:, here], self._signs[here], self._added, self._short
         per_sum = (ROUNDING_STD * WORK_ROUNDOFF) ** 2 * (w.shape[-1] + 1)
         signed = torch.bmm(_blocks(sign[None])[0][:, None], _blocks_of_rows(w))[:, 0]  # r w summed over each block

@@ -1,4 +1,4 @@
-"""Which forwards a model under test is run on: shapes, padding, and decode steps with the model's own cache.
+"""The forwards a model under test runs: shapes, padding, and decode steps with the model's own cache.
 
 A covering design, not a product: every value that matters (one token, one more and one less than a power of two, a long
 sequence, batch 1, 2 and 8, padding on either side, decode after each kind of prefill) occurs at least once, in seven
@@ -66,11 +66,11 @@ class Workload:
     inputs: Batch  # arguments of the prefill's forward, on the model's device
     decode: int = 0  # steps that follow, with the model's cache
     other: Batch | None = None  # other data of the same shape: old data in a buffer shows only when data changes
-    required: bool = False  # the base, or what the caller asked for: that it can't be run is an error
+    required: bool = False  # the base, or what the caller requested: if it can't run, that is an error
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """What is run, as coverage names it."""
+        """What runs, as named in the coverage."""
         after = dataclasses.replace(self.phase, kind="decode", steps=self.decode)
         return (self.phase, after) if self.decode else (self.phase,)
 
@@ -98,21 +98,21 @@ def workloads_for(
     texts, left_out = _prompts(inputs)
     base = _base(batches_for(model, tokenizer, inputs if texts is None else texts, seed))
     if quick:
-        return base, [*left_out, "other lengths and batch sizes, padding, decode: left out by quick"]
+        return base, [*left_out, "other lengths and batch sizes, padding, decode: skipped by quick"]
     maker = _Maker(model, tokenizer, base, texts, given=inputs is not None, seed=seed)
     if tokens is None and batch is None and decode is None:
         return [*base, *maker.design()], [*left_out, *maker.not_run]
     asked = Phase("prefill", batch or ROWS, tokens or min(LENGTH, positions_of(model) or LENGTH))
     made = maker.asked(asked, STEPS if decode is None else decode)
-    return [*base, made], [*left_out, *maker.not_run, "other lengths and batch sizes, padding: one shape was asked for"]
+    return [*base, made], [*left_out, *maker.not_run, "other lengths and batch sizes, padding: one shape was requested"]
 
 
 def _prompts(inputs: Any) -> tuple[list[str] | None, list[str]]:
-    """The prompts that the inputs are, if they are texts, and which of a file's are not run."""
+    """The prompts, if the inputs are texts, and which prompts of a file are not run."""
     if isinstance(inputs, Path):
         found = prompts_in(inputs)
         rest = len(found) - MOST_PROMPTS
-        return found[:MOST_PROMPTS], [f"{rest} more prompts of {inputs}: the first {MOST_PROMPTS} are run"] * (rest > 0)
+        return found[:MOST_PROMPTS], [f"{rest} more prompts of {inputs}: the first {MOST_PROMPTS} ran"] * (rest > 0)
     texts = [inputs] if isinstance(inputs, str) else inputs
     is_text = isinstance(texts, Sequence) and bool(texts) and all(isinstance(text, str) for text in texts)
     return (list(texts), []) if is_text else (None, [])
@@ -147,7 +147,7 @@ def _phase_of(batch: Batch) -> Phase:
 
 
 class _Maker:
-    """Makes workloads that fit a model, and notes in `not_run` what does not."""
+    """Creates workloads that fit a model, and notes in `not_run` what does not."""
 
     def __init__(
         self,
@@ -175,26 +175,26 @@ class _Maker:
         self.takes_images = not given and "pixel_values" in self.base[0]
 
     def asked(self, phase: Phase, decode: int) -> Workload:
-        """The one workload that the caller asked for."""
+        """The one workload that the caller requested."""
         if self.takes_images and phase.tokens == LENGTH:
             return dataclasses.replace(self._made(Phase("images", phase.batch, 1), 0, 1), required=True)
         if not self.takes_ids:
             raise InvalidInput(
-                f"a number of tokens, a batch size and decode steps are for token ids, and {self.name} was given "
-                f"{', '.join(self.base[0])}: pass inputs of the shape that you want instead"
+                f"a number of tokens, a batch size and decode steps apply only to token ids, but {self.name} "
+                f"received {', '.join(self.base[0])}: pass inputs of the shape you want instead"
             )
         steps = self._steps(decode)
         check_positions(self.model, phase.tokens + steps, "a sequence with its decode steps" if steps else "a sequence")
         return dataclasses.replace(self._made(phase, steps, 1), required=True)
 
     def design(self) -> Iterator[Workload]:
-        """What of the design fits the model."""
+        """The parts of the design that fit the model."""
         if self.takes_images:
             self.not_run.append(f"lengths, padding, decode: {self.name} takes images of one size")
             yield from (self._made(Phase("images", batch, 1), 0, number) for number, batch in enumerate((1, 8), 1))
             return
         if not self.takes_ids:
-            self.not_run.append("other lengths and batch sizes, padding, decode: only token ids can be cut to shape")
+            self.not_run.append("other lengths and batch sizes, padding, decode: only token ids can be resized")
             return
         self._check_arguments()
         seen = {(phase.batch, phase.tokens, phase.padding) for phase in map(_phase_of, self.base)}
@@ -209,7 +209,7 @@ class _Maker:
             yield self._made(_ENCODED, self._steps(2), len(DESIGN) + 1)
 
     def _reads_an_encoder(self) -> bool:
-        """A decoder with cross attention that no forward on tokens alone would reach."""
+        """A decoder with cross attention that a forward on tokens alone would not reach."""
         crosses = any(_CROSS.search(name) for name, _ in self.model.named_modules())
         return crosses and bool(self.arguments & {*_ENCODER_STATES}) and not self.two_stacks
 
@@ -224,10 +224,10 @@ class _Maker:
         if "attention_mask" not in self.arguments:
             self.not_run.append(f"left and right padding: {self.name} takes no attention_mask")
         elif self.two_stacks:
-            self.not_run.append("left padding: an encoder is padded on the right")
+            self.not_run.append("left padding: encoders are padded on the right")
 
     def _fitted(self, phase: Phase) -> Phase:
-        """Without padding that the model does not take; the long one goes beyond a sliding window."""
+        """Without padding that the model does not accept; the long one exceeds a sliding window."""
         unpadded = "attention_mask" not in self.arguments or (phase.padding == "left" and self.two_stacks)
         if unpadded and phase.padding:
             phase = dataclasses.replace(phase, padding="")
@@ -246,7 +246,7 @@ class _Maker:
         return decode
 
     def _positions(self) -> int | None:
-        """How many certainly exist: on a GPU an index beyond the table raises no exception but aborts the context."""
+        """How many positions are certain to exist: on a GPU, an index beyond a table is fatal, not an exception."""
         named = positions_of(self.model)
         if self.config is not None:
             return None if named is None else max(1, named - MARGIN)
@@ -299,7 +299,7 @@ class _Maker:
 
 
 def _padded(phase: Phase) -> Tensor:
-    """The mask: the first row is full, the last half padding, those between evenly spread."""
+    """The mask: the first row is full, the last is half padding, the others are evenly spread between."""
     longest = phase.tokens // 2
     pads = torch.tensor([row * longest // max(1, phase.batch - 1) for row in range(phase.batch)], device="cpu")
     at = torch.arange(phase.tokens, device="cpu")
@@ -388,7 +388,7 @@ def within_budget(
     *,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Workload]:
-    """Workloads as long as time is left; those that are required always, the others are named in `not_run`."""
+    """Workloads as long as time remains; required ones always run, the others are listed in `not_run`."""
     begin = clock()
     for one in workloads:
         if one.required or seconds is None or clock() - begin < seconds:

@@ -1,1 +1,1 @@
-"""What is measured: divergence of outputs, scores per token and sample, curvature, signals. Numbers, never verdicts."""
+"""Measurements: divergence of outputs, scores per token and sample, curvature, signals. Numbers, never verdicts."""

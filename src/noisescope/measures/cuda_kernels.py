@@ -99,7 +99,7 @@ def _compare_kernel() -> Any | None:
 
 
 def can_compare(clean: Tensor, noisy: Tensor) -> bool:
-    """Whether the kernel can take these logits: Triton is there, plain dtypes, rows without gaps."""
+    """Whether the kernel can process these logits: Triton is installed, plain dtypes, rows without gaps."""
     plain = all(x.dtype in _DTYPES and x.stride(-1) == 1 and x.numel() for x in (clean, noisy))
     return plain and _compare_kernel() is not None
 
@@ -153,7 +153,7 @@ def _read_kernel() -> Any | None:
 
 
 def can_read(y: Tensor) -> bool:
-    """Whether the kernel can take y [B, T, C]: Triton is there, a plain dtype, channels without gaps."""
+    """Whether the kernel can process y [B, T, C]: Triton is installed, a plain dtype, channels without gaps."""
     return y.dtype in _DTYPES and y.stride(-1) == 1 and y.numel() > 0 and _read_kernel() is not None
 
 

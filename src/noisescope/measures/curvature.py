@@ -145,7 +145,7 @@ def parameter_fisher(
     wanted = None if groups is None else set(_members(groups))
     named = {n: p for n, p in model.named_parameters() if p.is_floating_point() and (wanted is None or p in wanted)}
     if not named:
-        raise InvalidInput("no parameter to measure: groups must hold floating-point parameters of this model")
+        raise InvalidInput("no parameters to measure: groups must contain floating-point parameters of this model")
     members, samples = list(named.values()), 0
     generator: torch.Generator | None = None
     with _only_these_learn(model, members):

@@ -1,4 +1,4 @@
-"""Divergence and other scores of two sets of logits, exact also where they hardly differ.
+"""Divergence and other scores of two sets of logits, accurate even where they hardly differ.
 
 Rows are tokens, [N, V]; nothing makes the host wait for an accelerator. A broken row (NaN, +inf, nothing but -inf, or
 -inf where the clean logits have none) is a wrong answer: agreement 0, correct 0; what it has no value for is NaN, and
@@ -81,16 +81,18 @@ def rounding_floor(logits: Tensor, dtype: torch.dtype | None = None, *, block_ro
 
 
 def check_logits(clean: Tensor, noisy: Tensor) -> None:
-    """Both are floating [N, V] with V > 0, alike in shape and on one device."""
+    """Both must be floating-point [N, V] with V > 0, of the same shape and on one device."""
     if clean.dim() != 2 or clean.shape != noisy.shape or clean.shape[1] == 0:
         raise InvalidInput(
             f"clean and noisy logits must both have the shape [tokens, vocabulary], got {tuple(clean.shape)} and "
             f"{tuple(noisy.shape)}: flatten batches with logits.flatten(0, -2)"
         )
     if not (clean.is_floating_point() and noisy.is_floating_point()):
-        raise InvalidInput(f"logits must be of a floating type, got {clean.dtype} and {noisy.dtype}")
+        raise InvalidInput(f"logits must be floating-point, got {clean.dtype} and {noisy.dtype}")
     if clean.device != noisy.device:
-        raise InvalidInput(f"clean logits are on {clean.device}, noisy ones on {noisy.device}: move one of them")
+        raise InvalidInput(
+            f"clean logits are on {clean.device}, noisy ones on {noisy.device}: move them to the same device"
+        )
 
 
 def row_blocks(logits: Tensor, block_rows: int | None = None) -> Iterator[slice]:
@@ -105,7 +107,7 @@ def row_blocks(logits: Tensor, block_rows: int | None = None) -> Iterator[slice]
 
 
 def widened(*blocks: Tensor) -> tuple[Tensor, ...]:
-    """The blocks in float32, or in float64 if one of them is. What is wide already is not copied: don't write to it."""
+    """The blocks in float32, or in float64 if one of them is. Wide blocks are not copied: don't write to them."""
     wide = torch.float32
     for block in blocks:
         wide = torch.promote_types(wide, block.dtype)
@@ -121,7 +123,7 @@ def kl_of_rows(clean: Tensor, noisy: Tensor, p: Tensor, q: Tensor) -> Tensor:
     shift = (noisy.amax(-1) - clean.amax(-1)) + (p.amax(-1) / q.amax(-1)).log_()
     delta = (noisy - clean).sub_(shift[:, None])
     # NaN: masked on both sides, or a broken row, whose p or q is NaN all along. +inf: masked in clean alone, p = 0, and
-    # any finite number will do. -inf, masked in noisy alone, stays and spoils its row.
+    # any finite number works. -inf, masked in noisy alone, stays and spoils its row.
     delta.nan_to_num_(nan=0.0, posinf=torch.finfo(torch.float32).max, neginf=-math.inf)
 
     near = delta.clamp(-1.0, 1.0)  # phi by its approximation, finite everywhere
@@ -235,6 +237,6 @@ def _put(scores: dict[str, Tensor], rows: slice, **values: Tensor) -> None:
 def _check_targets(logits: Tensor, targets: Tensor) -> None:
     if targets.shape != logits.shape[:1] or targets.dtype != torch.int64:
         raise InvalidInput(
-            f"targets must be int64 token ids, one for each of the {logits.shape[0]} rows, got "
+            f"targets must be int64 token ids, one per row for {logits.shape[0]} rows, got "
             f"{targets.dtype} {tuple(targets.shape)}"
         )

@@ -1,4 +1,4 @@
-"""The Fisher screen: one forward and a few backwards predict what noise at every site and channel would cost.
+"""The Fisher screen: one forward and a few backwards predict the cost of noise at every site and channel.
 
 For noise d on an activation y, to second order,
 
@@ -59,7 +59,7 @@ class _Recorded:
     samples: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (sample ids [B], sums [sites, B])
 
     def sums(self) -> dict[Site, SiteSums]:
-        """By site; this waits for the device."""
+        """By site; this synchronises with the device."""
         totals: list[dict[int, float]] = [{} for _ in self.sites]
         for owners, table in self.samples:
             for total, row in zip(totals, table.double().tolist(), strict=True):
@@ -70,7 +70,7 @@ class _Recorded:
 
 
 class GradientScreen:
-    """Sends gradients of random directions at the logits back, and reads them at chosen operators on their way.
+    """Sends gradients of random directions at the logits back, and reads them at chosen operators on the way.
 
     Weights are frozen and the model is in evaluation mode meanwhile. Subclasses say where and how gradients are read.
     """
@@ -102,11 +102,11 @@ class GradientScreen:
         raise NotImplementedError
 
     def read_gradient(self, call: RecordedCall, y: Tensor) -> None:
-        """Register what is to be done with the gradient of a call's output y."""
+        """Register what to do with the gradient of a call's output y."""
         raise NotImplementedError
 
     def take_in(self) -> None:
-        """What to do with what one backward gave."""
+        """Process the result of one backward."""
         raise NotImplementedError
 
     def _where(self, unit: Unit, operator: str) -> bool:
@@ -133,7 +133,9 @@ class GradientScreen:
         the batch.
         """
         if not self.starts:
-            raise UnsupportedModel("no embedding was seen, so gradients have nowhere to begin: call with token ids")
+            raise UnsupportedModel(
+                "no embedding was called, so there is no tensor to differentiate from: call the model with token ids"
+            )
         for draw in range(draws):
             gradient = fisher_factor(logits.detach(), scored, keys, seed * 1_000_003 + draw)
             torch.autograd.grad(logits, self.starts, gradient, retain_graph=draw + 1 < draws)
@@ -149,7 +151,7 @@ class GradientScreen:
 
 
 class Screen(GradientScreen):
-    """Sums what noise at each site would cost.
+    """Sums the predicted cost of noise at each site.
 
     with Screen(model, injection) as screen, torch.enable_grad():
         screen.samples = ids_of_the_batch
@@ -160,7 +162,7 @@ class Screen(GradientScreen):
     def __init__(self, model: nn.Module, where: Injection, *, anatomy: Anatomy | None = None) -> None:
         super().__init__(model, anatomy)
         if where.tensor != "output":
-            raise InvalidInput(f"the screen predicts noise on outputs, not on {where.tensor!r}")
+            raise InvalidInput(f"the screen predicts the effect of noise on outputs, not on {where.tensor!r}")
         self.where = where
         self.sums: dict[Site, SiteSums] = {}  # after the scope
         self.recorded: list[tuple[Site, Tensor]] = []  # squares [B, C] of each site in the backward that runs now
@@ -175,7 +177,7 @@ class Screen(GradientScreen):
             for site, found in recorded.sums().items():
                 self.sums[site] = found if site not in self.sums else _added(self.sums[site], found)
         if kind is None and not self.sums:
-            raise NothingInjected("the screen saw no operator: `noisescope inspect` shows what is visible")
+            raise NothingInjected("the screen found no operator: `noisescope inspect` shows what is visible")
 
     def reads(self, unit: Unit, operator: str) -> bool:
         return self.where.selects(unit.site(operator))
@@ -205,7 +207,7 @@ class Screen(GradientScreen):
         return squares.reshape(batch, -1, squares.shape[-1]).sum(1)  # [B, T, C] or [B * T, C]
 
     def take_in(self) -> None:
-        """Add what one backward gave, all sites of a device at once."""
+        """Add the result of one backward, all sites of a device at once."""
         assert self.samples is not None
         recorded, self.recorded = self.recorded, []
         for device in dict.fromkeys(squares.device for _, squares in recorded):
@@ -226,7 +228,7 @@ class Screen(GradientScreen):
 
 @contextlib.contextmanager
 def _frozen(model: nn.Module) -> Iterator[None]:
-    """No parameter takes a gradient inside; those that did do so again afterwards."""
+    """No parameter requires a gradient inside; the previous state is restored afterwards."""
     frozen: list[nn.Parameter] = []
     try:
         for parameter in model.parameters():
@@ -276,7 +278,7 @@ def _squares(perturbation: Perturbation, y: Tensor, g: Tensor) -> Tensor:
 
 
 def _added(a: SiteSums, b: SiteSums) -> SiteSums:
-    """A site seen in backwards that differ in which sites they reach."""
+    """A site found in several backwards that reach different sites."""
     samples = {
         name: a.samples.get(name, 0.0) + b.samples.get(name, 0.0) for name in a.samples.keys() | b.samples.keys()
     }

@@ -54,7 +54,7 @@ from noisescope.probe.recorded_call import RecordedCall
 from noisescope.sites import Site
 from noisescope.trial_id_names import registered
 
-# The same names and group are in diagnosis/format_costs.py, which may not import torch; a test holds them together.
+# The same names and group are in diagnosis/format_costs.py, which may not import torch; a test keeps them in sync.
 UNTOUCHED = "bf16"  # 16 bits: the module is left as it is
 GROUP = 64
 WEIGHT_FORMATS: dict[str, Format] = {
@@ -87,7 +87,7 @@ def effective_bits(name: str, inputs: int) -> float:
 @registered("noisescope.PerModule")
 @dataclass(frozen=True)
 class PerModule:
-    """Another perturbation for each module, by name; `Injection.perturbation_at` asks for the one of a site."""
+    """A separate perturbation for each module, by name; `Injection.perturbation_at` selects the one of a site."""
 
     perturbations: tuple[tuple[str, Perturbation], ...]
 
@@ -95,11 +95,11 @@ class PerModule:
         return dict(self.perturbations)[site.module]
 
     def __call__(self, tensor: Any, draw: Any) -> Any:
-        raise TypeError("a PerModule is for the modules of an Injection: ask .at(site) for the perturbation of one")
+        raise TypeError("a PerModule holds one perturbation per module of an Injection: call .at(site) to get one")
 
 
 def plan_injection(assignment: Mapping[str, str]) -> Injection | None:
-    """The injection that rounds each weight to its format where it is used; None where all keep 16 bits."""
+    """The injection that rounds each weight to its format where it is used; None if all keep 16 bits."""
     rounded = {module: weight_format(name) for module, name in sorted(assignment.items()) if name != UNTOUCHED}
     if not rounded:
         return None
@@ -180,4 +180,4 @@ class FormatScreen(GradientScreen):
     ) -> None:
         super().__exit__(kind, error, trace)
         if kind is None and not self.sums:
-            raise NothingInjected("no linear of a block has a weight that could be rounded: nothing to plan for")
+            raise NothingInjected("no linear in a block has a weight that can be rounded, so there is nothing to plan")

@@ -1,4 +1,4 @@
-"""What round-off alone does to a model: the same forwards clean and under `Rounding`, several seeds.
+"""What round-off alone does to a model: the same forwards clean and under `Rounding`, with several seeds.
 
 Clean and rounded forwards run the same kernels on the same batches, so nothing but the rounding differs. Of a greedy
 text the forward reads all tokens at once: up to the first step at which the likeliest token differs, both systems have
@@ -63,9 +63,9 @@ def run_rounded(
     anatomy: Anatomy | None = None,
     blocks: bool = True,
 ) -> RoundoffRuns:
-    """Every sequence clean and under each seed of `Rounding`; `blocks` False leaves the blocks' outputs out."""
+    """Run every sequence clean and under each seed of `Rounding`; `blocks` False skips the blocks' outputs."""
     if not sequences or not seeds or any(not 1 <= one.start < len(one.ids) for one in sequences):
-        raise InvalidInput("round-off is measured on sequences with at least one scored token, by one seed or more")
+        raise InvalidInput("measuring round-off needs sequences with at least one scored token, and at least one seed")
     runs = RoundoffRuns()
     with evaluating(model), torch.no_grad():
         probe = Probe(model, Injection(Rounding(), operators=OPERATORS, phases=frozenset({"forward"})), anatomy=anatomy)

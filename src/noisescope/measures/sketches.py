@@ -1,4 +1,4 @@
-"""Sketches: a few numbers that stand for a tensor, so that two devices can be compared by files of a few kilobytes.
+"""Sketches: a few numbers that represent a tensor, so that two devices can be compared by files of a few kilobytes.
 
 Each number is a sum of elements under random signs, so a difference of sketches is the sketch of the difference, order
 and sign of every element included. For one prompt's tensor y [T, C] and m numbers,
@@ -43,7 +43,7 @@ _MOST_GROUPS = 32
 
 
 def numbers_of(tokens: int) -> int:
-    """How many numbers stand for the output of one operator on one prompt."""
+    """How many numbers represent the output of one operator on one prompt."""
     return LONG if tokens >= LONG_FROM else SHORT
 
 
@@ -103,5 +103,5 @@ def sketch(y: Tensor, first: int = 0, *, seed: int = SEED) -> Tensor:
 
 @functools.cache
 def _groups(width: int) -> int:
-    """The most groups of equal size; not as many as there are numbers, or a channel would always meet one bucket."""
+    """The most groups of equal size, but fewer than sketch numbers, or a channel would always share one bucket."""
     return max(g for g in range(1, _MOST_GROUPS + 1) if width % g == 0 and g % SHORT and g % LONG)

@@ -1,4 +1,4 @@
-"""SmoothQuant: outlier channels of activations moved into the weights that read them, before both are rounded.
+"""SmoothQuant: moves outlier channels of activations into the weights that read them, before both are rounded.
 
     s_j = max|X_j|^alpha / max|W_j|^(1 - alpha),   X' = X / s,   W' = W s     (Xiao et al. 2023, arXiv 2211.10438)
 
@@ -61,7 +61,7 @@ class Fold:
 
 @dataclass(frozen=True)
 class Scheme:
-    """What is rounded to what."""
+    """What is rounded to which format."""
 
     name: str
     weight: Format
@@ -75,7 +75,7 @@ W4A16 = Scheme("W4A16", weight_format("int4"), None)
 
 @dataclass(frozen=True)
 class Folded:
-    """What was done at one fold. Errors are of the rounded linears that read it, relative, squared."""
+    """The result at one fold. Errors are of the rounded linears that read it, relative and squared."""
 
     fold: Fold
     alpha: float | None  # None: left alone
@@ -90,7 +90,7 @@ class Folded:
 
 @dataclass(frozen=True)
 class Smoothed:
-    """A copy of the model with its outliers folded away."""
+    """A copy of the model with its outliers folded into the weights."""
 
     model: nn.Module
     folds: tuple[Folded, ...]
@@ -114,7 +114,7 @@ def smooth(
     anatomy = anatomy or dissect(model)
     found = [fold for fold in find_folds(model, batches[0], anatomy) if places is None or fold.place in places]
     if not found:
-        raise UnsupportedModel("no norm or linear was found into which scales could be folded")
+        raise UnsupportedModel("no norm or linear was found that scales could be folded into")
     inputs = _inputs(model, batches, {fold.targets[0] for fold in found}, anatomy)
     smoothed = _in_float32(model)
     before = _logits(smoothed, batches[0])
@@ -125,7 +125,8 @@ def smooth(
     error = _moved(before, _logits(smoothed, batches[0]))
     if not error <= LARGEST_FLOAT_ERROR:  # NaN is refused, too
         raise UnsupportedModel(
-            f"folding changed the model's own output by {error:.2g} in float32: this architecture can't be smoothed"
+            f"folding the scales changed the model's own output by {error:.2g} in float32: this architecture can't "
+            f"be smoothed"
         )
     for folded, given in zip(_numbers(smoothed), _numbers(model), strict=True):
         folded.data = folded.data.to(given.dtype)
@@ -181,7 +182,7 @@ def _inputs(
 
 
 def _fold(model: nn.Module, fold: Fold, largest: Tensor, rows: Tensor, alpha: float | None) -> Folded:
-    """Choose scales for one fold, put them in, and say what they and their rivals gain."""
+    """Choose scales for one fold, apply them, and report the gain of each method."""
     modules = dict(model.named_modules())
     weights = [linear_weight(modules[name]).float() for name in fold.targets]
     columns = torch.stack([weight.abs().amax(0) for weight in weights]).amax(0)
@@ -329,7 +330,7 @@ def gathered(fold: Fold, largest: Tensor) -> Tensor:
 
 
 def _divide(source: nn.Module, scales: Tensor) -> bool:
-    """Make a module give 1 / scales of what it gives. A norm may weigh by w, or by 1 + w (Gemma): whichever fits."""
+    """Make a module return 1 / scales of its output. A norm may weight by w or by 1 + w (Gemma): whichever fits."""
     weight: Any = source.weight
     bias: Any = getattr(source, "bias", None)
     if weight.dim() == 2:

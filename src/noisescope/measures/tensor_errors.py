@@ -1,4 +1,4 @@
-"""How far two tensors are apart, and how sparse one is: sums in float64, a chunk at a time, so that size is no matter.
+"""How far apart two tensors are, and how sparse one is: float64 sums in chunks, for tensors of any size.
 
 Each function takes the clean (reference) tensor first, refuses other shapes and what is not finite, and returns a
 number. None stands for what has no finite value there: JSON has no infinity.
@@ -114,9 +114,9 @@ def _pairs(clean: Tensor, noisy: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 def _parts(x: Tensor, name: str) -> Iterator[Tensor]:
     if x.numel() == 0:
-        raise InvalidInput(f"the {name} tensor is empty: there is nothing to measure")
+        raise InvalidInput(f"the {name} tensor is empty: nothing to measure")
     for part in torch.split(x.detach().reshape(-1), _CHUNK):
         wide = (part.cpu() if part.device.type == "mps" else part).to(torch.float64)  # mps has no float64
         if not bool(wide.isfinite().all()):
-            raise InvalidInput(f"the {name} tensor is not finite: it holds NaN or infinity, so count those rows first")
+            raise InvalidInput(f"the {name} tensor contains NaN or infinity: remove or count those rows first")
         yield wide

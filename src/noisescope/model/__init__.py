@@ -1,1 +1,1 @@
-"""Models under test: loaded, taken apart, fingerprinted, and run."""
+"""Models under test: loading, anatomy, fingerprints, and forwards."""

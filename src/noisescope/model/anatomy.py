@@ -1,4 +1,4 @@
-"""What a model is made of: blocks, operators and where each is computed, by structure and role.
+"""The anatomy of a model: blocks, operators and where each is computed, by structure and role.
 
 A `Unit` is one module that is an operator (a Linear, an RMSNorm), or one whose forward makes the function calls that
 are operators (an attention module calls matmul and softmax; MoE experts call grouped products that are `linear`).
@@ -33,7 +33,7 @@ _SERVING_ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "tensorrt_llm": "TensorR
 
 @dataclass(frozen=True)
 class Unit:
-    """A module of the model and the operators computed by it."""
+    """A module of the model and the operators it computes."""
 
     module: str
     kind: str
@@ -51,7 +51,7 @@ class Unit:
 
     @property
     def left_alone(self) -> bool:
-        """Part of an injection only where it is named: the choice of experts, and the angles of rotary embeddings."""
+        """Injected only if named: the choice of experts, and the angles of rotary embeddings."""
         return self.component == "router" or self.place == "rotary"
 
     def site(self, operator: str, **parts: Any) -> Site:
@@ -60,7 +60,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Anatomy:
-    """Blocks by index, units in module order, and what can't be seen."""
+    """Blocks by index, units in module order, and what can't be observed."""
 
     architecture: str
     blocks: tuple[str, ...]
@@ -68,7 +68,7 @@ class Anatomy:
     notes: tuple[str, ...] = ()
 
     def operators(self) -> set[str]:
-        """The operators this model certainly computes."""
+        """The operators this model is certain to compute."""
         return {op for unit in self.units if unit.certain for op in unit.operators}
 
     def absent(self) -> list[str]:
@@ -77,7 +77,7 @@ class Anatomy:
         return [op for op in OPERATORS if op not in present]
 
     def check_layers(self, places: Iterable[Place]) -> None:
-        """Refuse a block that the model does not have."""
+        """Reject a block that the model does not have."""
         blocks = len(self.blocks)
         for place in places:
             if isinstance(place, int) and not 0 <= place < blocks:
@@ -103,7 +103,7 @@ class Anatomy:
 
 
 def dissect(model: nn.Module, *, require_blocks: bool = True) -> Anatomy:
-    """The anatomy of a model; without `require_blocks` a model that has none is one block 0, as for `noisy_ops`."""
+    """The anatomy of a model; without `require_blocks` a model without blocks is one block 0, as for `noisy_ops`."""
     model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper; names are those of the model inside
     _refuse_serving_engine(model)
     if not isinstance(model, nn.Module):
@@ -114,17 +114,18 @@ def dissect(model: nn.Module, *, require_blocks: bool = True) -> Anatomy:
         if require_blocks:
             raise UnsupportedModel(
                 f"{type(model).__name__} has no transformer blocks: noisescope looks for an nn.ModuleList whose "
-                "members each hold an attention module or at least two linears. Pass the model that holds that list."
+                f"members each contain an attention module or at least two linears. Pass the model that contains "
+                f"that list."
             )
         blocks = [""]
     modules = dict(model.named_modules(remove_duplicate=False))
     units: list[Unit] = []
     notes: list[str] = []
     convolutions: list[str] = []
-    first: dict[int, str] = {}  # a module listed twice is one block: its calls can't be told apart
+    first: dict[int, str] = {}  # a module listed twice is one block: its calls can't be distinguished
     for name in blocks:
         if first.setdefault(id(modules[name]), name) != name:
-            notes.append(f"{name} is the same module as {first[id(modules[name])]}: both are that one block")
+            notes.append(f"{name} is the same module as {first[id(modules[name])]}: both names refer to one block")
     index_of = {name: index for index, name in enumerate(first.values())}
     place_of = {name: index_of[first[id(modules[name])]] for name in blocks}
     head = _head_names(model)
@@ -139,14 +140,16 @@ def dissect(model: nn.Module, *, require_blocks: bool = True) -> Anatomy:
         seen.add((id(module), place))
         unit = _unit(name, module, place, inside_block=block is not None)
         if unit is not None and _only_holds(name, module, modules):
-            notes.append(f"{name}: only holds the table that the other embeddings share; it is never called")
+            notes.append(f"{name}: it only holds the table that the other embeddings share and is never called")
         elif unit is not None:
             units.append(unit)
         elif isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
             convolutions.append(name)
     if convolutions:
         more = f" and {len(convolutions) - 1} more" if len(convolutions) > 1 else ""
-        notes.append(f"{convolutions[0]}{more}: a convolution is no operator of noisescope and is left alone")
+        notes.append(
+            f"{convolutions[0]}{more}: convolutions are not among noisescope's operators and are left unchanged"
+        )
     for name, index in index_of.items():
         units.append(Unit(name, MODULE, index, "", ("residual",)))
         units.extend(_loose_calls(name, modules[name], index, units))
@@ -154,7 +157,7 @@ def dissect(model: nn.Module, *, require_blocks: bool = True) -> Anatomy:
 
 
 def _unit(name: str, module: nn.Module, place: Place, *, inside_block: bool) -> Unit | None:
-    """The unit a module is, if any. Order matters: the first role that fits wins."""
+    """The unit for a module, if any. Order matters: the first matching role wins."""
     label = type(module).__name__
     low = label.lower()
     if place == "rotary":
@@ -255,7 +258,7 @@ def _is_block(module: nn.Module) -> bool:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """nn.Linear and its kin, transformers' Conv1D (an addmm), packed linears of quantisers."""
+    """nn.Linear and similar: transformers' Conv1D (an addmm), packed linears of quantisers."""
     label = type(module).__name__
     if isinstance(module, nn.Linear) or (keeps_weight_transposed(module) and hasattr(module, "nf")):
         return True
@@ -384,7 +387,8 @@ def _refuse_serving_engine(model: object) -> None:
     package = type(model).__module__.partition(".")[0]
     if package in _SERVING_ENGINES:
         raise UnsupportedModel(
-            f"{type(model).__name__} is a {_SERVING_ENGINES[package]} object: its fused kernels run in other processes "
-            "where nothing can be injected. Load the same checkpoint with transformers (noisescope.load) instead; "
-            "`noisescope compare transformers:MODEL vllm:MODEL` says how vLLM differs from it."
+            f"{type(model).__name__} is a {_SERVING_ENGINES[package]} object: its fused kernels run in other "
+            f"processes, where noisescope can't inject anything. Load the same checkpoint with transformers "
+            f"(noisescope.load) instead; "
+            "`noisescope compare transformers:MODEL vllm:MODEL` shows how vLLM differs from it."
         )

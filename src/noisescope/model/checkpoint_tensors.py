@@ -19,7 +19,7 @@ from noisescope.model.loading import checkpoint_folder, load
 def stored_tensors(
     model: Any, source: str, revision: str | None, names: Collection[str]
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name in the model, tensor of the file) of what transformers would load into `names`, renamed and merged alike.
+    """(name in the model, tensor of the file) for what transformers would load into `names`, renamed and merged alike.
 
     What a conversion fails on is left out. A GGUF file is loaded a second time, for its tensors are dequantised and
     permuted on loading; safetensors are read one at a time. Pickles are not read.
@@ -29,7 +29,7 @@ def stored_tensors(
         yield from load(folder / file, dtype=model.dtype).model.state_dict().items()
         return
     if file is not None:
-        raise InvalidInput(f"{file} is a pickle, which is not read again")
+        raise InvalidInput(f"{file} is a pickle, which noisescope does not reread")
     with ExitStack() as opened:
         readers = _readers(folder, opened)
         for name, transform in _transforms(model, readers, names).items():

@@ -1,4 +1,4 @@
-"""Which model this is (a fingerprint of config and numbers), and where another process gets it from."""
+"""Identifies a model (a fingerprint of config and values), and says where another process can load it from."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def _settings(model: nn.Module) -> dict[str, Any]:
 def _sums(tensor: Tensor) -> tuple[int, int]:
     if tensor.device.type == "meta":
         raise InvalidInput(
-            "some weights are offloaded (on the meta device), so the model can't be told from another: choose a device "
-            "map that keeps all weights on devices, or load the model on the CPU"
+            "some weights are offloaded (on the meta device), so the model can't be identified: choose a device map "
+            "that keeps all weights on devices, or load the model on the CPU"
         )
     if tensor.numel() == 0:
         return 0, 0
@@ -73,7 +73,7 @@ ACCELERATORS = ("cuda", "xpu", "mps", "npu", "hpu")
 
 @dataclass(frozen=True)
 class Source:
-    """Enough to load a subject again, wherever the path can be read."""
+    """Enough to load a subject again, wherever the path is readable."""
 
     path: str
     loading: Mapping[str, Any]  # keyword arguments of `load`
@@ -83,7 +83,7 @@ class Source:
 
 
 def source_of(subject: Subject, fingerprint: str, folder: Callable[[], Path]) -> Source:
-    """The subject's source; a wrapped model is written to `folder()/model`, or found there from an earlier run."""
+    """The subject's source; a wrapped model is saved to `folder()/model`, or found there from an earlier run."""
     altered = _alteration(subject.model)
     if altered:
         raise _refused(altered)
@@ -102,8 +102,9 @@ def source_of(subject: Subject, fingerprint: str, folder: Callable[[], Path]) ->
         raise _refused(f"it can't be loaded from {source.path}: {error}") from error
     if model_fingerprint(found) != fingerprint:
         raise _refused(
-            f"what is loaded from {source.path} is another model ({_difference(found, subject.model)}). Either it was "
-            "there before, or files do not hold this model as it is: load it in its dtype instead of casting it"
+            f"loading {source.path} gives a different model ({_difference(found, subject.model)}). Either the "
+            f"folder already held another model, or saving does not preserve this one: load it in its dtype instead "
+            f"of casting it"
         )
     return Source(source.path, {**source.loading, **_placement(subject.model)})
 
@@ -114,18 +115,18 @@ def accelerators(model: nn.Module) -> list[torch.device]:
 
 
 def _alteration(model: nn.Module) -> str:
-    """What a model carries that no file holds, or "". Hooks of transformers and accelerate come with loading."""
+    """Changes to a model that can't be saved, or "". Hooks of transformers and accelerate come with loading."""
     for name, module in model.named_modules():
         where = name or "the model itself"
         kinds = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
         makers = [str(getattr(hook, "__module__", "")) for kind in kinds for hook in kind.values()]
         if any(not maker.startswith(("transformers.", "accelerate.")) for maker in makers):
-            return f"hooks are registered on {where}, and no file holds them: remove them first"
+            return f"hooks are registered on {where} and can't be saved: remove them first"
         forward = vars(module).get("forward")
         if forward == MethodType(type(module).forward, module):  # a copy that was made inside a scope
             continue
         if forward is not None and not (hasattr(module, "_hf_hook") and isinstance(forward, functools.partial)):
-            return f"the forward of {where} is replaced (by an open noisescope scope?), and no file holds that: undo it"
+            return f"the forward of {where} is replaced (by an open noisescope scope?) and can't be saved: restore it"
     return ""
 
 
@@ -141,17 +142,17 @@ def _difference(there: nn.Module, here: nn.Module) -> str:
         if mine.dtype != other.dtype:
             return f"{name} is {other.dtype}, not {mine.dtype}"
         if not torch.equal(mine, other):
-            return f"{name} has other numbers"
-    return "in the bits of its numbers"
+            return f"{name} has different values"
+    return "in the bits of its values"
 
 
 def _write(subject: Subject, target: Path) -> None:
-    """Model and tokenizer as files, whole or not at all: they are written elsewhere and moved."""
+    """Save model and tokenizer completely or not at all: they are written elsewhere and moved."""
     model: Any = subject.model
     if not hasattr(model, "save_pretrained"):
         raise _refused(f"{type(model).__name__} has no save_pretrained, so it can't be written as safetensors")
     if getattr(model, "hf_quantizer", None) or getattr(model.config, "quantization_config", None):
-        raise _refused("it is quantised, and packed weights are not written again: use noisescope.load on its folder")
+        raise _refused("it is quantised, and packed weights can't be saved again: use noisescope.load on its folder")
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".being-written-") as partial:
         try:
@@ -164,7 +165,7 @@ def _write(subject: Subject, target: Path) -> None:
 
 
 def _refused(reason: str) -> InvalidInput:
-    return InvalidInput(f"this model can't be given to Ray's workers: {reason}. Or use --executor local")
+    return InvalidInput(f"this model can't be sent to Ray workers: {reason}. Or use --executor local")
 
 
 def _renumbered(loading: Mapping[str, Any], devices: list[torch.device]) -> dict[str, Any]:
@@ -186,7 +187,7 @@ def _renumbered(loading: Mapping[str, Any], devices: list[torch.device]) -> dict
 
 
 def _placement(model: nn.Module) -> dict[str, Any]:
-    """`load`'s device and device_map for a model that lies somewhere already."""
+    """`load`'s device and device_map for a model that is already placed."""
     devices = accelerators(model)
     placed = getattr(model, "hf_device_map", None) if len(devices) > 1 else None
     return _renumbered({"device": devices[0].type if devices else "cpu", "device_map": placed}, devices)

@@ -1,4 +1,4 @@
-"""A model folder from elsewhere, looked at before transformers reads it: config.json, the index of shards, GGUF."""
+"""Checks a model folder from elsewhere before transformers reads it: config.json, the shard index, GGUF."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from noisescope.errors import InvalidInput
 from noisescope.foreign import MIB, FileKind, fitting, inside, members, parse_json, read_text
 from noisescope.jsonform import Json, from_json
 
-CONFIG = FileKind("config of a model", "Fetch the model's files again", max_bytes=4 * MIB, infinite=True, root="config")
-INDEX = FileKind("index of shards", "Fetch the model's files again", max_bytes=64 * MIB)
-TOKENIZER = FileKind("config of a tokenizer", CONFIG.cure, max_bytes=64 * MIB, infinite=True, root="config")
-SHARD = FileKind("safetensors file", "Fetch the model's files again")
-GGUF = FileKind("GGUF file", "Fetch it again")
+CONFIG = FileKind("model config", "Download the model's files again", max_bytes=4 * MIB, infinite=True, root="config")
+INDEX = FileKind("shard index", "Download the model's files again", max_bytes=64 * MIB)
+TOKENIZER = FileKind("tokenizer config", CONFIG.cure, max_bytes=64 * MIB, infinite=True, root="config")
+SHARD = FileKind("safetensors file", "Download the model's files again")
+GGUF = FileKind("GGUF file", "Download it again")
 _TOKENIZER = "tokenizer_config.json"
 WHOLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -40,7 +40,7 @@ class _Index:
 
 
 def check_folder_files(folder: Path) -> None:
-    """Refuse a config that can't be a model's, and shards that lie elsewhere: before anything is built or read."""
+    """Reject an invalid model config, and shards outside the folder, before anything is built or read."""
     check_config(folder / "config.json")
     shards_of(folder)
     if (folder / _TOKENIZER).exists():
@@ -50,7 +50,7 @@ def check_folder_files(folder: Path) -> None:
 
 
 def check_config(path: Path) -> None:
-    """The parts of a config.json that decide what is built, and how much of it."""
+    """The parts of a config.json that determine what is built, and its size."""
     found = members(parse_json(read_text(path, CONFIG), path, CONFIG), path, CONFIG)
     try:
         _check_part(found, CONFIG.root)
@@ -89,7 +89,7 @@ class GgufFacts:
 
 
 def gguf_facts(path: Path) -> GgufFacts:
-    """What the header of a GGUF file says."""
+    """The contents of a GGUF file's header."""
     from gguf import GGUFReader
 
     with GGUF.explaining(path):

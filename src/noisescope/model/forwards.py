@@ -1,4 +1,4 @@
-"""Run a model on token ids as it is: in evaluation mode, on its own device, at once or token by token."""
+"""Runs a model on token ids: in evaluation mode, on its own device, in one forward or token by token."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def without_cache(model: nn.Module) -> dict[str, Any]:
 
 
 def input_device(model: Any) -> torch.device:
-    """Where token ids go: the device of the embedding (with a device map the rest may lie elsewhere)."""
+    """The device for token ids: that of the embedding (with a device map the rest may be elsewhere)."""
     try:
         where: torch.device = model.get_input_embeddings().weight.device
         return where
@@ -57,7 +57,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def device_name(model: nn.Module) -> str:
-    """For people: the card's own name, or the kind of host."""
+    """For people: the name of the card, or the kind of host."""
     device = device_of(model)
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} ({platform.machine()})"
 
@@ -68,20 +68,21 @@ def dtype_of(model: nn.Module) -> str:
 
 
 def vocabulary_size(model: nn.Module) -> int | None:
-    """How many token ids the model knows; None where its config has no such number."""
+    """How many token ids the model accepts; None if its config does not say."""
     found: int | None = getattr(getattr(model, "config", None), "vocab_size", None)
     return found
 
 
 def check_vocabulary(model: nn.Module, prompts: Prompts, what: str) -> None:
-    """Refuse token ids that the model has no embedding for, before a device stumbles over them."""
+    """Reject token ids without an embedding, before a device fails on them."""
     size = vocabulary_size(model)
     if size is None:
         return
     beyond = [i for ids in prompts for i in ids if not 0 <= i < size]
     if beyond:
         raise InvalidInput(
-            f"{what} holds token id {beyond[0]}, but {type(model).__name__} knows ids 0 to {size - 1}: tokenise with "
+            f"{what} contains token id {beyond[0]}, but {type(model).__name__} accepts ids 0 to {size - 1}: "
+            f"tokenise with "
             "the model's own tokenizer"
         )
 
@@ -107,7 +108,7 @@ def stepwise_logits(model: nn.Module, ids: Sequence[int], first: int) -> Tensor:
     with evaluating(model):
         out = model(input_ids=tokens[:, :first], use_cache=True)
         if getattr(out, "past_key_values", None) is None:
-            raise InvalidInput(f"{type(model).__name__} keeps no cache, so it can't be asked token by token")
+            raise InvalidInput(f"{type(model).__name__} keeps no cache, so it can't decode token by token")
         rows = [out.logits[:, -1]]
         for at in range(first, len(ids) - 1):
             out = model(input_ids=tokens[:, at : at + 1], past_key_values=out.past_key_values, use_cache=True)

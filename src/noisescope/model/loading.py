@@ -1,6 +1,6 @@
 """From a name on the command line to a model under test: `load`, `wrap`, and `outline` where weights aren't needed.
 
-Nothing is downloaded and no pickle is run: a pickle is a program, and a checkpoint is somebody else's file. Of pickles
+Nothing is downloaded and no pickle is run: a pickle is a program, and a checkpoint is untrusted data. Of pickles
 only a plain state dict is read, by torch's reader that takes tensors and nothing else.
 """
 
@@ -58,7 +58,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class _Checkpoint:
-    """Where a model is stored: a folder, and the GGUF file or the state dict in it if that is what was asked for."""
+    """Where a model is stored: a folder, and the GGUF file or the state dict in it if that was requested."""
 
     source: str
     folder: Path
@@ -82,15 +82,15 @@ def load(
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> Subject:
-    """A model with its tokenizer and anatomy, in eval mode.
+    """Load a model with its tokenizer and anatomy, in eval mode.
 
     `source` is a Hugging Face folder, an id from the local Hugging Face cache, a `.gguf` file, a state dict (`.pt`)
-    beside its config.json, `demo` (the small trained model in the package, noisescope.demo; a folder of that name is
-    `./demo`), or `tiny:llama` and the like (noisescope.testing). `dtype` is as stored unless given. `device` is any
-    torch device; where `device_map` is given, accelerate decides instead. The class is the one that the checkpoint
-    names, else a causal language model.
+    next to its config.json, `demo` (the small trained model in the package, noisescope.demo; a folder of that name is
+    `./demo`), or `tiny:llama` and similar (noisescope.testing). `dtype` defaults to the stored one. `device` is any
+    torch device; with a `device_map`, accelerate places the model instead. The class is the one the checkpoint names,
+    else a causal language model.
 
-    The weights of a GGUF file are dequantised on loading: noise falls on the arithmetic of the dequantised model.
+    The weights of a GGUF file are dequantised on loading, so noise applies to the arithmetic of the dequantised model.
     """
     wanted, where = _dtype(dtype), _device(device)
     if str(source) == "demo" and dtype is None and where.type == "cpu":
@@ -128,10 +128,10 @@ def load(
                 output_loading_info=True,
             )
         tokenizer = _tokenizer(checkpoint, header)
-    if info["missing_keys"] and not quantiser:  # a quantiser names its tensors anew
+    if info["missing_keys"] and not quantiser:  # a quantiser renames its tensors
         raise InvalidInput(
             f"{source} lacks {len(info['missing_keys'])} weights of {type(model).__name__} (such as "
-            f"{min(info['missing_keys'])}): they would be random numbers. Is a file of the checkpoint missing?"
+            f"{min(info['missing_keys'])}): they would be initialised randomly. Is a checkpoint file missing?"
         )
     if device_map is None:
         model.to(where)
@@ -144,7 +144,7 @@ def load(
 
 
 def wrap(model: nn.Module, tokenizer: Any = None) -> Subject:
-    """A model you hold already, as it is: mode, device and wrappers stay."""
+    """Wrap a model you already have, unchanged: mode, device and wrappers stay."""
     return Subject(model, tokenizer, dissect(model), getattr(model, "name_or_path", "") or type(model).__name__)
 
 
@@ -176,8 +176,8 @@ def outline(
     quantiser = _quantiser(config)
     if quantiser:
         notes.append(
-            f"the checkpoint is quantised ({quantiser}): its linears are packed once loaded, and noise can fall on "
-            "their output and input, not on their weight"
+            f"the checkpoint is quantised ({quantiser}): its linears are packed once loaded, and noise can be "
+            f"injected into their output and input, not their weight"
         )
     if header is not None:
         notes.append(f"weights are dequantised on loading: {', '.join(header.formats)} in the file")
@@ -204,13 +204,13 @@ def _find(source: str | Path, revision: str | None, trusted: bool, *, weights: b
     if text == "demo":  # a folder of that name is ./demo
         path = demo.folder()
     if path.exists() and revision is not None:
-        raise InvalidInput(f"revision={revision!r} chooses a version of a hub id, but {text} is a path: leave it out")
+        raise InvalidInput(f"revision={revision!r} selects a version of a hub id, but {text} is a path: omit it")
     if path.suffix.lower() in _STATE_DICTS and path.is_file() and (path.parent / "config.json").exists():
         return _Checkpoint(text, path.parent, None, trusted, state_dict=path.name)
     if path.suffix.lower() in _PICKLES:
         raise InvalidInput(
-            f"{text} is a pickle, which runs code when opened, so noisescope does not open it, unless it is a plain "
-            f"state dict in a .pt, .pth or .bin file beside its config.json. {_CONVERT}"
+            f"{text} is a pickle. Opening one runs code, so noisescope opens only plain state dicts in a .pt, .pth "
+            f"or .bin file next to a config.json. {_CONVERT}"
         )
     if path.is_file():
         if path.suffix.lower() == ".gguf":
@@ -240,7 +240,7 @@ def _cached(text: str, path: Path, revision: str | None) -> Path:
     try:
         return Path(snapshot_download(text, revision=revision, local_files_only=True))
     except HFValidationError:
-        raise InvalidInput(f"{text!r} is no file, no folder and no hub id. {ALLOWED}") from None
+        raise InvalidInput(f"{text!r} is not a file, a folder or a hub id. {ALLOWED}") from None
     except LocalEntryNotFoundError:
         raise uncached(text, revision) from None
 
@@ -253,11 +253,12 @@ def _check_folder(text: str, folder: Path, *, weights: bool) -> None:
     if not (folder / "config.json").exists():
         found = next(iter(sorted(folder.glob("*.gguf"))), None)
         hint = f"Pass the file: {found}" if found else ALLOWED
-        raise InvalidInput(f"the folder {text} holds no config.json. {hint}")
+        raise InvalidInput(f"the folder {text} has no config.json. {hint}")
     if weights and not any(folder.glob("*.safetensors")):
         raise InvalidInput(
-            f"the folder {text} holds no *.safetensors (pickles such as pytorch_model.bin are not opened: they run "
-            "code). Fetch the safetensors files, or convert with model.save_pretrained(folder)."
+            f"the folder {text} has no *.safetensors files (noisescope does not open pickles such as "
+            f"pytorch_model.bin, because they run code). Download the safetensors files, or convert with "
+            f"model.save_pretrained(folder)."
         )
 
 
@@ -295,14 +296,14 @@ def _from_state_dict(
         weights = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:  # a broken file raises anything
         raise InvalidInput(
-            f"{checkpoint.source} is no plain state dict. A whole pickled model runs code when opened, so noisescope "
-            f"does not open it. {_CONVERT}"
+            f"{checkpoint.source} is not a plain state dict. Opening a pickled model runs code, so noisescope does "
+            f"not open it. {_CONVERT}"
         ) from error
     if not isinstance(weights, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in weights.values()):
         found = ", ".join(map(str, weights)) if isinstance(weights, dict) else type(weights).__name__
         raise InvalidInput(
-            f"{checkpoint.source} is no plain state dict (tensors by name); it holds {found:.200}. Save the weights "
-            "alone: torch.save(model.state_dict(), path)"
+            f"{checkpoint.source} is not a plain state dict (tensors by name); it contains {found:.200}. Save only "
+            f"the weights: torch.save(model.state_dict(), path)"
         )
     floats = {tensor.dtype for tensor in weights.values() if tensor.is_floating_point()}
     build = _model_class(config)

@@ -1,4 +1,7 @@
-"""Passports compared, every real difference in a sentence with why it matters; written and read. No torch here."""
+"""Compares passports, with one sentence per real difference and why it matters; reads and writes them.
+
+Does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,9 @@ from noisescope.passports.words import ATTENTION_ERRORS, FACTS, NAMES, RULES, ac
 from noisescope.plain_text import cut
 
 KIND = "noisescope passport"
-PASSPORT = FileKind("passport", "It is damaged: `noisescope passport -o FILE` takes it again", max_bytes=16 * MIB)
+PASSPORT = FileKind("passport", "It is damaged: create it again with `noisescope passport -o FILE`", max_bytes=16 * MIB)
 SCHEMA_VERSION = 2
-SAME = "same: the two passports agree in everything that was measured on both"
+SAME = "same: the two passports agree in everything measured on both"
 KINDS = ("health", "arithmetic", "coverage", "settings")
 ULPS_APART = 0.1  # worst errors of a function closer than this are the same for any purpose
 BITS_APART = 3  # right bits fewer than the other's: a coarse table, reported by itself
@@ -30,7 +33,7 @@ Line = dict[str, Any]
 class Difference:
     """One way in which two devices differ.
 
-    kind: "health" (one computes nonsense), "arithmetic", "coverage" (measured on one only) or "settings".
+    kind: "health" (one computes wrong results), "arithmetic", "coverage" (measured on one only) or "settings".
     """
 
     kind: str
@@ -42,13 +45,13 @@ class Difference:
 
 
 def diff(a: dict[str, Any], b: dict[str, Any]) -> list[Difference]:
-    """Every real difference between two passports, the gravest kind first; [] where they are the same."""
+    """Every real difference between two passports, the most serious kind first; [] if they are the same."""
     check_passport(a, "the first passport")
     check_passport(b, "the second passport")
     try:
         found = [*_lines(a, b), *_functions(a, b), *_coverage(a, b), *_facts(a, b)]
     except (TypeError, ValueError, AttributeError, KeyError) as error:  # a value of another type than is written
-        raise InvalidInput(f"one of the passports is damaged ({error}): take it again") from error
+        raise InvalidInput(f"one of the passports is damaged ({error}): create it again") from error
     return sorted(found, key=lambda difference: KINDS.index(difference.kind))  # stable
 
 
@@ -87,15 +90,17 @@ def _coverage(a: dict[str, Any], b: dict[str, Any]) -> Iterator[Difference]:
     """dtypes and operations that only one device has."""
     first, second = _names(a, b)
     for name in sorted(a["dtypes"].keys() | b["dtypes"].keys()):
-        mine, theirs = (p["dtypes"].get(name, {"skipped": "an older passport"}) for p in (a, b))
+        mine, theirs = (p["dtypes"].get(name, {"skipped": "passport from an older version"}) for p in (a, b))
         if ("skipped" in mine) != ("skipped" in theirs):
             lacking, why = (first, mine["skipped"]) if "skipped" in mine else (second, theirs["skipped"])
             has = ("skipped" not in mine, "skipped" not in theirs)
-            sentence = f"{name}: not measured on {lacking} ({why}), so nothing about it is compared."
+            sentence = f"{name}: not measured on {lacking} ({why}), so it was not compared."
             yield Difference("coverage", "dtype", (name,), *has, sentence)
     for name, mine, theirs in _measured_on_both(a, b):
         for op in sorted(mine["products"].keys() | theirs["products"].keys()):
-            tables = [dtype["products"].get(op, {"skipped": "an older passport"}) for dtype in (mine, theirs)]
+            tables = [
+                dtype["products"].get(op, {"skipped": "passport from an older version"}) for dtype in (mine, theirs)
+            ]
             has = ("skipped" not in tables[0], "skipped" not in tables[1])
             if has[0] != has[1]:
                 lacking, table = (second, tables[1]) if has[0] else (first, tables[0])
@@ -104,7 +109,7 @@ def _coverage(a: dict[str, Any], b: dict[str, Any]) -> Iterator[Difference]:
 
 
 def _lines(a: dict[str, Any], b: dict[str, Any]) -> Iterator[Difference]:
-    """Lines of the same place that differ; those that differ alike in several dtypes and operations become one."""
+    """Lines of the same place that differ; equal differences in several dtypes and operations are merged."""
     groups: dict[tuple[str, str, str, str], list[tuple[str, str, Line, Line]]] = {}
     names = _names(a, b)
     for dtype, mine, theirs in _measured_on_both(a, b):
@@ -131,7 +136,7 @@ def _compared(
         if nonsense[0] == nonsense[1]:
             return None
         what, both = NAMES.get(key, key.replace("_", " ")), zip(names, nonsense, strict=True)
-        each = " and ".join(f"{name} gives nonsense for {what}: {seen}" for name, seen in both if seen)
+        each = " and ".join(f"{name} gives wrong results for {what}: {seen}" for name, seen in both if seen)
         return "health", f"{each}. Look for a fault with noisescope locate."
     if section == "attention" and key in ATTENTION_ERRORS:
         return _attention_error(key, mine, theirs, names)
@@ -141,16 +146,16 @@ def _compared(
     if key == "sum_bits":
         bits = min(mine["value"], theirs["value"])
         return "arithmetic", (
-            f"sums keep {x} bits on {first}, {y} on {second}. A sum of K terms is off by up to K x 2^-{bits} of "
-            "sum |x||w| on the shorter one, so results differ more the longer the inner dimension is."
+            f"sums keep {x} bits on {first}, {y} on {second}. On the device with fewer bits, a sum of K terms is "
+            f"off by up to K x 2^-{bits} of sum |x||w|, so differences grow with the inner dimension."
             f"{accumulation_switch(facts)}"
         )
     if key == "operand_bits":
         return "arithmetic", _operands(mine, theirs, names, facts)
     if key == "result_bits":
         return "arithmetic", (
-            f"results show {x} bits behind the leading one on {first}, {y} on {second}. The shorter ones were summed "
-            "or stored short: expect differences from that bit on in every element."
+            f"results have {x} bits after the leading one on {first}, {y} on {second}. The shorter results were "
+            f"accumulated or stored in fewer bits: expect differences from that bit on in every element."
         )
     if key in RULES.get(section, {}):
         subject, why = RULES[section][key]
@@ -159,16 +164,16 @@ def _compared(
 
 
 def _operands(mine: Line, theirs: Line, names: tuple[str, str], facts: tuple[dict[str, Any], ...]) -> str:
-    """Operands cut on one device (or on both, unlike): how far off that is, and which switch decides."""
+    """Operands truncated on one device (or differently on both): the size of the error, and the setting behind it."""
     whole = max(mine.get("of") or 0, theirs.get("of") or 0)
     kept, error, switches = [], 0.0, []
     for name, line, fact in zip(names, (mine, theirs), facts, strict=True):
         if not line.get("cut"):
-            kept.append(f"{name} keeps {'all ' + str(whole) if line.get('value') else 'as many as its sums show'}")
+            kept.append(f"{name} keeps {'all ' + str(whole) if line.get('value') else 'as many as its sums keep'}")
             continue
         known = line["cut"][line["cut"].index("(") :] if "(" in line["cut"] else ""
         kept.append(
-            f"{name} keeps the operands of a product to {line['value']} bits behind the leading one {known}".strip()
+            f"{name} keeps the operands of a product to {line['value']} bits after the leading one {known}".strip()
         )
         half = 1 if "nearest" in str(line.get("rounding")) else 0
         error = max(error, 2.0 ** -(line["value"] + half))
@@ -182,7 +187,7 @@ def _attention_error(key: str, mine: Line, theirs: Line, names: tuple[str, str])
     x, y = mine["value"], theirs["value"]
     if x is None or y is None or abs(x - y) < 1 or max(x, y) < 2 * min(x, y):
         return None
-    why = "Scores, weights or sums are kept in fewer bits on the larger one."
+    why = "The device with the larger error keeps scores, weights or sums in fewer bits."
     return "arithmetic", f"{ATTENTION_ERRORS[key]} {x:g} ulp on {names[0]}, {y:g} on {names[1]}. {why}"
 
 
@@ -206,7 +211,7 @@ def _functions(a: dict[str, Any], b: dict[str, Any]) -> Iterator[Difference]:
                 listed.append((name, x["value"], y["value"]))
         if listed:
             values = ", ".join(f"{name} {x:g} and {y:g}" for name, x, y in listed)
-            why = "Both are of a usual size: expect last bits to differ, no fault."
+            why = "Both errors are of normal size: expect the last bits to differ; this is not a fault."
             sentence = f"{dtype} (functions): worst error in ulp on {first} and on {second}: {values}. {why}"
             names = [name for name, *_ in listed]
             yield Difference("arithmetic", "functions", (dtype,), names, names, sentence)
@@ -218,8 +223,8 @@ def _coarse(name: str, dtype: str, lines: tuple[Line, Line], names: tuple[str, s
     bad, good = lines[coarse], lines[fine]
     sentence = (
         f"{dtype} ({name}): {names[coarse]} is off by up to {bad['value']:g} ulp, worst at {bad['at']} "
-        f"({bad['bits_right']} bits are right), {names[fine]} by {good['value']:g}. A coarse table or a short unit: "
-        "softmax, norms and activations built on it carry that error."
+        f"({bad['bits_right']} bits are correct), {names[fine]} by {good['value']:g}. Likely cause: a coarse table "
+        f"or a low-precision unit. Softmax, norms and activations that use it carry that error."
     )
     return Difference("arithmetic", name, (dtype,), x["value"], y["value"], sentence)
 
@@ -235,7 +240,7 @@ def _facts(a: dict[str, Any], b: dict[str, Any]) -> Iterator[Difference]:
     for key in flags[0]:
         if key in flags[1] and flags[0][key] != flags[1][key]:
             x, y = flags[0][key], flags[1][key]
-            why = "Set it alike before comparing: it decides how products are computed."
+            why = "Set it to the same value on both before comparing: it decides how products are computed."
             sentence = f"torch's {key} is {x} on {first}, {y} on {second}. {why}"
             yield Difference("settings", key, (), x, y, sentence)
 
@@ -244,7 +249,7 @@ def _facts(a: dict[str, Any], b: dict[str, Any]) -> Iterator[Difference]:
 
 
 def write_passport(passport: dict[str, Any], path: str | Path) -> None:
-    """Into a file; folders on the way to it are made."""
+    """Write to a file; creates folders as needed."""
     try:
         write_file(Path(path), json.dumps(passport, indent=1, allow_nan=False) + "\n")
     except OSError as error:
@@ -252,19 +257,21 @@ def write_passport(passport: dict[str, Any], path: str | Path) -> None:
 
 
 def read_passport(path: str | Path) -> dict[str, Any]:
-    """A passport from a file; anything else is refused with the reason."""
+    """Read a passport from a file; anything else is rejected with the reason."""
     file = Path(path)
     return check_passport(parse_json(read_text(file, PASSPORT), file, PASSPORT), str(path))
 
 
 def check_passport(found: Any, what: str) -> dict[str, Any]:
-    """The passport itself, if it is one of the version this noisescope reads."""
+    """The passport itself, if this version of noisescope can read it."""
     if not isinstance(found, dict) or found.get("kind") != KIND:
-        raise InvalidInput(f"{what} is no passport (no kind {KIND!r} in it). Make one: noisescope passport -o FILE")
+        raise InvalidInput(
+            f"{what} is not a passport (no kind {KIND!r} in it). Create one: noisescope passport -o FILE"
+        )
     if found.get("schema_version") != SCHEMA_VERSION:
         version = found.get("schema_version")
         raise InvalidInput(
-            f"{what} has schema version {cut(repr(version))}; this noisescope reads {SCHEMA_VERSION}: take it again"
+            f"{what} has schema version {cut(repr(version))}; this noisescope reads {SCHEMA_VERSION}: create it again"
         )
     for name, kind in _PASSPORT.items():
         fitting(kind, found.get(name), f"{what}, {name},", PASSPORT)

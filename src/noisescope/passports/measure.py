@@ -1,7 +1,7 @@
-"""The passport: the arithmetic of a device in one JSON, from synthetic operations alone.
+"""The passport: a device's arithmetic in one JSON, measured with synthetic operations only.
 
-Nothing is set and no global random state is used: the same device, library and flags give the same passport, all but
-what stands under "run".
+No settings are changed and no global random state is used: the same device, library and flags give the same passport,
+except for the part under "run".
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SHORT_DTYPES = {"exact": "float8_e4m3fn", "fast": "float8_e4m3fn, fast accumulat
 
 
 def take_passport(device: str | torch.device = "cpu", *, quick: bool = False) -> dict[str, Any]:
-    """Measure a device: accumulator bits, rounding, subnormals, overflow, ulps of functions, what is invariant.
+    """Measure a device: accumulator bits, rounding, subnormals, overflow, errors of functions, invariances.
 
     `quick` takes fewer points, inner sizes and repeats. The answer is plain data, ready for JSON.
     """
@@ -51,7 +51,7 @@ def take_passport(device: str | torch.device = "cpu", *, quick: bool = False) ->
 
 @torch.no_grad()
 def examine(operations: Operations, *, quick: bool = False) -> dict[str, Any]:
-    """Every probe on every dtype; a dtype that the device lacks has only `skipped`, the reason."""
+    """Run every probe on every dtype; a dtype that the device lacks has only `skipped`, the reason."""
     found: dict[str, Any] = {}
     for dtype in DTYPES:
         name = str(dtype).removeprefix("torch.")
@@ -100,17 +100,17 @@ def _usable(device: str | torch.device) -> torch.device:
     try:
         place = torch.device(device)
         if place.type == "meta":
-            raise InvalidInput("device 'meta' computes nothing; name one that does: cpu, cuda, cuda:1, mps ...")
+            raise InvalidInput("device 'meta' does not compute; choose a real device: cpu, cuda, cuda:1, mps ...")
         if float((torch.ones(1, dtype=torch.float32, device="cpu").to(place) + 1).cpu()) != 2.0:
-            raise InvalidInput(f"device {str(device)!r} does not add 1 and 1: no passport can be taken of it")
+            raise InvalidInput(f"device {str(device)!r} fails to add 1 and 1, so no passport can be made")
     except (RuntimeError, AssertionError, TypeError) as error:
-        cure = "Give one this machine has: cpu, cuda, cuda:1, mps ..."
+        cure = "Choose a device this machine has: cpu, cuda, cuda:1, mps ..."
         raise InvalidInput(f"can't compute on device {str(device)!r}: {reason(error)}. {cure}") from error
     return place
 
 
 def _lacking(dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why a device can't compute in a dtype at all, or None."""
+    """Why a device can't compute in a dtype, or None."""
     try:
         one = torch.ones(16, 16, dtype=dtype, device="cpu").to(device)
         (one @ one).cpu()
@@ -152,7 +152,7 @@ def _device_name(device: torch.device) -> str:
 
 
 def _flags(device: torch.device) -> dict[str, Any]:
-    """torch's switches that change products. A switch that can't be read (old and new names mixed) is left out."""
+    """torch settings that affect products. A setting that can't be read (old and new names mixed) is left out."""
     readers: dict[str, Any] = {
         "float32_matmul_precision": torch.get_float32_matmul_precision,
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled,

@@ -1,7 +1,7 @@
-"""Functions, single sums and casts, and fused attention: their errors in ulps against a wider host reference.
+"""Measures functions, single additions and casts, and fused attention: errors in ulps against a wider host reference.
 
-Functions are tried at every number of a 16-bit format's range; longer formats on a grid, half of it evenly spaced, half
-by magnitude. Numbers whose operand or result is subnormal are left out: `subnormal_...` says what becomes of those.
+Functions are tested at every number of a 16-bit format's range; longer formats on a grid, half of it evenly spaced,
+half by magnitude. Numbers whose operand or result is subnormal are left out: `subnormal_...` covers those.
 """
 
 from __future__ import annotations
@@ -93,9 +93,9 @@ def _one(name: str, call: Operation, dtype: torch.dtype, device: torch.device, q
     wide: type[Any] = np.float64
     if form.precision > 24:
         if np.finfo(np.longdouble).nmant < form.precision + 8:
-            return {"value": None, "skipped": "the host has no type wider than float64 to judge it by"}
+            return {"value": None, "skipped": "the host has no type wider than float64 to compare with"}
         if name in CURVES and not CURVES[name].extended:
-            return {"value": None, "skipped": "the host has no wider reference of this function"}
+            return {"value": None, "skipped": "the host has no wider reference for this function"}
         wide = np.longdouble
     host = "long double" if wide is np.longdouble else "float64"
     count = (POINTS if form.precision <= 24 else POINTS_OF_FLOAT64)["quick" if quick else "full"]
@@ -138,11 +138,14 @@ def _normal(reference: Array, form: Format) -> Array:
 def _line(
     got: Array, reference: Array, form: Format, how: str, *, at: Callable[[int], Any], floor: float = 0.0
 ) -> dict[str, Any]:
-    """Value: the worst error in ulps. `bias_ulp` is the mean error away from zero: about -0.5 where results are cut."""
+    """The value is the worst error in ulps.
+
+    `bias_ulp` is the mean error away from zero: about -0.5 if results are truncated.
+    """
     missing = ~np.isfinite(got)
     if missing.any():
         first = int(np.argmax(missing))
-        what = f"{int(missing.sum())} of {len(got)} results are {got[first]:g} where a finite number is right"
+        what = f"{int(missing.sum())} of {len(got)} results are {got[first]:g} but should be finite"
         return nonsense(what, how, at=_plain(at(first)), points=len(got))
     off = in_ulps(got.astype(reference.dtype) - reference, reference, form, floor)
     distance = np.abs(off)
@@ -156,7 +159,7 @@ def _line(
         "bits_right": max(0, form.precision - round(math.log2(max(worst, 0.5)) + 1)),
     }
     if details["bits_right"] < 2:
-        return nonsense(f"wrong by {worst:.3g} ulp, all its bits, at {details['at']}", how, **details)
+        return nonsense(f"wrong by {worst:.3g} ulp (no bit is correct) at {details['at']}", how, **details)
     return item(rounded(worst), how, **details)
 
 
@@ -270,8 +273,8 @@ def attention(call: Operation, dtype: torch.dtype, device: torch.device) -> dict
         "single_key": in_units(
             attend(q[:, :, :1], k[:, :, :1], v[:, :, :1]) - v[:, :, :1],
             ulp * float(np.abs(v[:, :, :1]).max()),
-            "one key: worst distance from its value, in ulps of the largest (kernels that divide by a quick reciprocal "
-            "miss it by one)",
+            "one key: worst distance from its value, in ulps of the largest (kernels that use a fast reciprocal are "
+            "off by one)",
         ),
         **laws(),
     }

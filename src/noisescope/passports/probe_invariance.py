@@ -1,4 +1,4 @@
-"""What may change without changing a result, bit for bit: order of rows, batch size, layout, time; and linear laws."""
+"""What should not change a result, bit for bit: row order, batch size, layout, repetition; and linear laws."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def invariance(product: Product, widths: Widths, *, quick: bool) -> dict[str, di
 
     def batch_sizes() -> dict[str, Any]:
         how = (
-            f"the first n of {ROWS} rows alone, n = {', '.join(map(str, BATCH_SIZES))}: the sizes at which they differ"
+            f"only the first n of {ROWS} rows, n = {', '.join(map(str, BATCH_SIZES))}: the sizes at which results "
+            f"differ"
         )
         reference, _, bound = widths.expected(values(x), values(w))
         differing, worst, wrong = [], 0.0, []
@@ -60,12 +61,17 @@ def invariance(product: Product, widths: Widths, *, quick: bool) -> dict[str, di
                 differing.append(n)
                 worst = max(worst, _apart(got, whole[:n]))
         if wrong:
-            return nonsense(f"wrong beyond its own bits for {', '.join(map(str, wrong))} rows", how, wrong_sizes=wrong)
+            return nonsense(
+                f"wrong by more than its own precision for {', '.join(map(str, wrong))} rows", how, wrong_sizes=wrong
+            )
         return item(differing, how, worst=rounded(worst))
 
     def repeats() -> dict[str, Any]:
         count = REPEATS["quick" if quick else "full"]
-        how = f"the same product {count} times, now and then another one in between: how often it differed"
+        how = (
+            f"the same product {count} times, with another product in between now and then: how often the result "
+            f"differed"
+        )
         other, different, worst = at(x, rows, 0), 0, 0.0
         for i in range(count):
             if i % 10 == 0:  # a stale buffer would show then
@@ -118,7 +124,7 @@ def batched(product: Product) -> dict[str, Any]:
 def linear_laws(product: Product, widths: Widths) -> dict[str, dict[str, Any]]:
     """f(0) = 0, f(-x) = -f(x), f(2x) = 2 f(x), and a one-hot row reads a row of w back: exact in healthy arithmetic.
 
-    Numbers have no more bits than the product was seen to keep: a short operand or sum is reported elsewhere.
+    The numbers have no more bits than the product was found to keep; short operands or sums are reported elsewhere.
     """
     precision = widths.carried(format_of(product.dtype).precision)
     smallest = format_of(product.result_dtype).smallest_normal

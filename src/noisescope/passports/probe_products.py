@@ -1,4 +1,4 @@
-"""How a product sums, and what it does to operands and results: bits kept, roundings, exactness, error against float64.
+"""How a matrix product sums and treats operands and results: bits kept, rounding, exactness, error against float64.
 
 B + 1 - B with B = 1.5 x 2^k is 1 as long as the sum keeps more than k bits (1.5: with a bare power of two, the numbers
 just below it lie twice as close, and one order of terms would show a bit too many). The three terms lie at places of
@@ -40,7 +40,7 @@ MARGIN = 1.25  # on the bound of a sum's error: rounding errors of second order
 
 @dataclass(frozen=True)
 class Widths:
-    """Bits a product was seen to keep: of its operands (behind the leading 1), of its running sum, of its result."""
+    """The bits a product keeps: of its operands (after the leading 1), of its running sum, of its result."""
 
     operand: int | None  # None: operands are not cut
     running_sum: int
@@ -67,7 +67,7 @@ class Widths:
 
 @np.errstate(all="ignore")
 def products(product: Product, inner_sizes: Sequence[int]) -> tuple[dict[str, Any], Widths]:
-    """All lines about one product, and the widths by which its other results can be judged."""
+    """All lines about one product, and the widths for judging its other results."""
     found = accumulator(product, inner_sizes)
     result_bits = _result_bits(product, found)
     operand = _operand_bits(product, found, int(result_bits["value"] or 0))
@@ -164,7 +164,7 @@ def bits_kept(product: Product, at: Arrangement) -> tuple[int, bool]:
 
 @dataclass(frozen=True)
 class Accumulator:
-    """What the width probe found: bits, and the arrangements that showed the loss (none: no loss was seen)."""
+    """The result of the width probe: bits, and the arrangements that showed the loss (none: no loss was found)."""
 
     bits: int | None
     at: tuple[Arrangement, ...]
@@ -173,14 +173,14 @@ class Accumulator:
 
 def accumulator(product: Product, inner_sizes: Sequence[int]) -> Accumulator:
     how = (
-        "first k at which B + 1 - B with B = 1.5 x 2^k, summed by the product, is not 1: the least over inner sizes "
-        "and places of the three terms; the leading bit counts"
+        "first k at which B + 1 - B with B = 1.5 x 2^k, summed by the product, is not 1: the minimum over inner "
+        "sizes and positions of the three terms; the leading bit is counted"
     )
     seen = {at: bits_kept(product, at) for inner in inner_sizes for at in arrangements(inner)}
     bits = min(b for b, _ in seen.values())
     showing = tuple(at for at, (b, lossy) in seen.items() if b == bits and lossy)
     if bits < 3:
-        what = f"1.5 x 2^{bits} + 1 - 1.5 x 2^{bits} is not 1: the product does not add up small numbers"
+        what = f"1.5 x 2^{bits} + 1 - 1.5 x 2^{bits} is not 1: the product does not add small numbers correctly"
         return Accumulator(None, (), nonsense(what, how, inner_size=showing[0].inner))
     by_size = {str(inner): min(b for at, (b, _) in seen.items() if at.inner == inner) for inner in inner_sizes}
     most = max(b for b, _ in seen.values())
@@ -204,14 +204,14 @@ def _rounding(product: Product, at: Arrangement, k: int, *, cancel: bool) -> str
 
 def accumulation_rounding(product: Product, found: Accumulator) -> dict[str, Any]:
     """The rounding of the running sum, at the width and in the arrangement that showed the loss."""
-    how = "sums between two neighbours of the running sum (quarters of an ulp, both signs), the large part taken away"
+    how = "sums between two neighbours of the running sum (quarters of an ulp, both signs), the large part subtracted"
     if found.bits is None:
         return item(None, how, hidden="the width of the sum is unknown")
     if not found.at:
-        return item(None, how, hidden=f"no loss was seen up to {found.bits - 1} bits")
+        return item(None, how, hidden=f"no loss was observed up to {found.bits - 1} bits")
     names = [_rounding(product, at, found.bits + 1, cancel=True) for at in found.at]
     if None in names:
-        return item(None, how, hidden="the format can't hold the numbers of this probe")
+        return item(None, how, hidden="the format can't represent the numbers of this test")
     # In some arrangements the terms of one element meet in another order than those of the next: not clear there.
     clear = list(dict.fromkeys(name for name in names if name != UNCLEAR)) or [UNCLEAR]
     return item(clear[0], how, **({"in_other_arrangements": clear[1:]} if clear[1:] else {}))
@@ -224,9 +224,9 @@ def result_rounding(product: Product, found: Accumulator) -> dict[str, Any]:
     if found.bits is None:
         return item(None, how, hidden="the width of the sum is unknown")
     if found.bits < precision:
-        return item(None, how, hidden=f"the running sum ({found.bits} bits) is shorter than the result")
+        return item(None, how, hidden=f"the running sum ({found.bits} bits) has fewer bits than the result")
     name = _rounding(product, Arrangement(64, 0, 1, 2), precision + 1, cancel=False)
-    return item(name, how) if name else item(None, how, hidden="the format can't hold the numbers of this probe")
+    return item(name, how) if name else item(None, how, hidden="the format can't represent the numbers of this test")
 
 
 def _prefix(right: Array) -> int:
@@ -235,8 +235,8 @@ def _prefix(right: Array) -> int:
 
 
 def _result_bits(product: Product, found: Accumulator) -> dict[str, Any]:
-    """Bits of the result behind its leading 1: a result stored short is seen here."""
-    how = "largest j up to which 1 + 2^-j, summed from two terms, comes back exactly; the leading bit is not counted"
+    """Bits of the result after its leading 1: detects results stored in fewer bits."""
+    how = "largest j for which 1 + 2^-j, summed from two terms, is exact; the leading bit is not counted"
     precision = format_of(product.result_dtype).precision
     j = np.arange(1, precision)
     x, w = np.zeros((len(j), 64)), np.ones((64, COLUMNS))
@@ -247,12 +247,12 @@ def _result_bits(product: Product, found: Accumulator) -> dict[str, Any]:
     if kept == 0:
         return nonsense(f"1 + 0.5 gives {got[0, 0]:g}", how)
     short = found.bits is not None and kept < min(found.bits, precision) - 1
-    return item(kept, how, of=precision - 1, **({"cut": "the result is stored short"} if short else {}))
+    return item(kept, how, of=precision - 1, **({"cut": "the result is stored in fewer bits"} if short else {}))
 
 
 def _operand_bits(product: Product, found: Accumulator, result_bits: int) -> dict[str, Any]:
-    """Bits of an operand behind its leading 1 that reach the result: 10 under TF32, 23 in whole float32."""
-    how = "largest j up to which (1 + 2^-j) x 1 comes back exactly, as x and as w; the leading bit is not counted"
+    """Bits of an operand after its leading 1 that reach the result: 10 under TF32, 23 in full float32."""
+    how = "largest j for which (1 + 2^-j) x 1 is exact, as x and as w; the leading bit is not counted"
     precision = format_of(product.dtype).precision
     j = np.arange(1, precision)
     numbers = 1.0 + np.ldexp(1.0, -j)
@@ -275,17 +275,19 @@ def _operand_bits(product: Product, found: Accumulator, result_bits: int) -> dic
     visible = min(found.bits - 1 if found.bits else precision - 1, result_bits, precision - 1)
     if bits >= visible:  # nothing is lost before the sum or the result loses it
         hidden = visible < precision - 1
-        return item(None if hidden else bits, how, of=precision - 1, **({"hidden": "by a short sum"} if hidden else {}))
+        return item(
+            None if hidden else bits, how, of=precision - 1, **({"hidden": "by a low-precision sum"} if hidden else {})
+        )
     return item(bits, how, of=precision - 1, rounding=_operand_rounding(product, bits), cut=_shortcut(bits))
 
 
 def _shortcut(bits: int) -> str:
     known = {10: "TF32", 11: "HF32", 7: "bfloat16", 3: "e4m3", 2: "e5m2"}
-    return f"operands are cut to {bits} bits" + (f" ({known[bits]})" if bits in known else "")
+    return f"operands are truncated to {bits} bits" + (f" ({known[bits]})" if bits in known else "")
 
 
 def _operand_rounding(product: Product, bits: int) -> str:
-    """How an operand is cut: numbers between two neighbours at `bits` bits, one at a time, in quarters of an ulp."""
+    """How an operand is truncated: numbers between two neighbours at `bits` bits, in quarters of an ulp."""
     quarter = math.ldexp(1.0, -bits - 2)
     x = np.zeros((len(SMALL), 64))
     x[:, 0] = 1.5 * BIG_SIGN + SMALL * quarter
@@ -314,8 +316,8 @@ def _terms(product: Product, operand_bits: int) -> dict[str, Any]:
 
 
 def _small_integers(product: Product) -> dict[str, Any]:
-    """A product of -1, 0 and 1 has one right answer, at any width above a few bits, in any order."""
-    how = "x [33, K] by w [K, 48] of -1, 0 and 1 against whole numbers on the host, K = 64 and 512"
+    """A product of -1, 0 and 1 has one correct result, at any width above a few bits, in any order."""
+    how = "x [33, K] by w [K, 48] of -1, 0 and 1 against integers on the host, K = 64 and 512"
     wrong, total, columns = 0, 0, set()
     for inner in (64, 512):
         x = np.trunc(1.5 * scattered((33, inner), 1, 8))
@@ -326,7 +328,7 @@ def _small_integers(product: Product) -> dict[str, Any]:
         columns |= set(np.flatnonzero(off.any(axis=0)).tolist())
     if wrong:
         where = "all columns" if len(columns) == 48 else f"columns {', '.join(map(str, sorted(columns)[:8]))}"
-        what = f"{wrong} of {total} results of small whole numbers are wrong ({where}): no rounding explains that"
+        what = f"{wrong} of {total} products of small integers are wrong ({where}): rounding can't explain that"
         return nonsense(what, how)
     return item("exact", how)
 
@@ -340,6 +342,9 @@ def _error(product: Product, widths: Widths) -> dict[str, Any]:
     units = float((error / terms).max() * 2.0**precision)
     beyond = ~(error <= bound)  # NaN is beyond
     if beyond.any():
-        what = f"{int(beyond.sum())} of {beyond.size} results are further from float64 than its own bits explain"
+        what = (
+            f"{int(beyond.sum())} of {beyond.size} results are further from float64 than the format's precision "
+            f"explains"
+        )
         return nonsense(what, how, worst=rounded(units))
     return item(rounded(units), how, would_show=rounded(float((bound / terms).max() * 2.0**precision)))

@@ -45,7 +45,7 @@ def _subnormal(result: torch.Tensor, expected: torch.Tensor, how: str) -> dict[s
         return item(KEPT, how)
     if got == 0:
         return item(FLUSHED, how)
-    return nonsense(f"the result is {values(result).ravel()[0]:g} where 2^n or 0 is expected", how)
+    return nonsense(f"the result is {values(result).ravel()[0]:g}, expected 2^n or 0", how)
 
 
 def subnormals(multiply: Call, form: Format, result: Format) -> dict[str, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What every probe of the passport builds on: formats, exact inputs, ulps, roundings, and the operations under test.
+"""Shared tools of the passport probes: formats, exact inputs, ulps, roundings, and the operations under test.
 
 References live on the host as numpy float64 (or wider). Subnormal numbers are written and read as bit patterns: on a
 CPU that flushes them, a cast would lose them before the operation under test saw them.
@@ -85,7 +85,7 @@ def in_ulps(error: Array, reference: Array, form: Format, floor: float = 0.0) ->
 
 
 def host_product(x: Array, w: Array) -> Array:
-    """x [..., M, K] by w [..., K, N] in float64, in plain loops: no library of products, no threads, one order."""
+    """x [..., M, K] by w [..., K, N] in float64, in plain loops: no BLAS, no threads, a fixed order."""
     return np.asarray(np.einsum("...mk,...kn->...mn", x, w))
 
 
@@ -95,7 +95,7 @@ def item(value: Any, how: str, **details: Any) -> dict[str, Any]:
 
 
 def nonsense(what: str, how: str, **details: Any) -> dict[str, Any]:
-    """The line of a probe whose answer no healthy arithmetic gives: no value, but what was seen."""
+    """The line of a probe whose result no healthy arithmetic gives: no value, but what was observed."""
     return item(None, how, nonsense=what, **details)
 
 
@@ -103,12 +103,12 @@ REFUSALS = (RuntimeError, TypeError, ValueError)  # what torch raises for an ope
 
 
 def reason(error: Exception) -> str:
-    """The first line of an error: the rest of torch's texts is a list of backends."""
+    """The first line of an error: the rest of torch's messages lists backends."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
 def attempt(probe: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What a probe found, or why the operation can't be had on this device and dtype."""
+    """The result of a probe, or why the operation is not available on this device and dtype."""
     try:
         return probe()
     except REFUSALS as error:
@@ -116,7 +116,7 @@ def attempt(probe: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def rounded(number: float) -> float | None:
-    """Three digits, for people and for files; None where there is no finite number."""
+    """Three digits, for people and for files; None if the number is not finite."""
     return float(f"{number:.3g}") if math.isfinite(number) else None
 
 
@@ -148,12 +148,12 @@ class Product:
 
 
 def linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """x [M, K] by w [K, N] as a model does it: the weight lies as [N, K]."""
+    """x [M, K] by w [K, N] as a model does it: the weight is stored as [N, K]."""
     return F.linear(x, w.t().contiguous())
 
 
 def scaled_product(x: torch.Tensor, w: torch.Tensor, *, fast: bool) -> torch.Tensor:
-    """An 8-bit product with scales of 1; w must lie column by column. Results in bfloat16."""
+    """An 8-bit product with scales of 1; w must be column-major. Results are bfloat16."""
     one = torch.ones((), dtype=torch.float32, device=x.device)
     columns = w.t().contiguous().t()
     return torch._scaled_mm(x, columns, scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=fast)
@@ -165,7 +165,7 @@ def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Operations:
-    """All that a passport calls. Replace single ones to emulate a device."""
+    """All operations that a passport calls. Replace some of them to emulate a device."""
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     products: Mapping[str, Operation] = field(default_factory=lambda: {"matmul": torch.matmul, "linear": linear})

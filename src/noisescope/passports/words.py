@@ -1,4 +1,4 @@
-"""What each line of a passport says, and why it matters when two devices differ in it. No torch here.
+"""What each line of a passport means, and why a difference in it matters. Does not import torch.
 
 A difference reads "WHERE: SUBJECT A on the first device, B on the second. WHY", with A and B from `shown`.
 """
@@ -7,26 +7,24 @@ from __future__ import annotations
 
 from typing import Any
 
-_SATURATES = (
-    "A device that saturates hides overflow: watch for values at the format's largest number there, not for NaN."
-)
-_NAN = "Where NaN is lost, no NaN watcher ever fires."
-_DRIFT = "What is not rounded to nearest drifts one way, and more data does not average that out."
+_SATURATES = "A device that saturates hides overflow: on it, look for values at the format's maximum, not for NaN."
+_NAN = "A device that loses NaN defeats every NaN check."
+_DRIFT = "Results that are not rounded to nearest drift in one direction, and more data does not average that out."
 _SUBNORMAL = (
-    "Numbers below the smallest normal one vanish where they are flushed: it matters for tiny values (float16 "
-    "gradients, far tails of softmax), hardly elsewhere. On a CPU torch.set_flush_denormal decides."
+    "Flushing sets numbers below the smallest normal number to zero. It matters for tiny values (float16 gradients, "
+    "tails of softmax) and rarely elsewhere. On a CPU, torch.set_flush_denormal controls it."
 )
-_ORDER = "Its kernel treats places differently: compare in the same order, and expect the last bits to change."
-_LAW = "Healthy arithmetic obeys this law exactly: look for a fault with noisescope locate."
-_RANGE = "With the range of the format alone, a sum can overflow on the way although its result would fit."
-_REPEAT = "Exact checks (tolerance zero) hold only where runs repeat; elsewhere compare within a floor."
+_ORDER = "The kernel treats positions differently: compare in the same order, and expect the last bits to change."
+_LAW = "Healthy arithmetic satisfies this law exactly: look for a fault with noisescope locate."
+_RANGE = "Without extra range, an intermediate sum can overflow although the final result would fit."
+_REPEAT = "Exact checks (zero tolerance) work only where runs are repeatable; elsewhere, compare with a tolerance."
 
 # section -> key -> (subject, why). Lines that are not here are compared by rules of their own (`passport_diff`).
 RULES: dict[str, dict[str, tuple[str, str]]] = {
     "products": {
         "sum_rounding": ("the running sum is rounded", _DRIFT),
         "result_rounding": ("results are rounded", _DRIFT),
-        "terms": ("terms enter the sum", "Last bits differ where large terms cancel; no fault."),
+        "terms": ("terms enter the sum", "The last bits differ where large terms cancel; this is not a fault."),
         "subnormal_operands": ("subnormal operands are", _SUBNORMAL),
         "subnormal_results": ("subnormal results are", _SUBNORMAL),
         "overflow": ("overflow gives", _SATURATES),
@@ -36,17 +34,20 @@ RULES: dict[str, dict[str, tuple[str, str]]] = {
         "repeats": ("the same product, run again, differed", _REPEAT),
         "batch_sizes": (
             "the result of a row changes",
-            "The same prompt gives other last bits alone than in a batch: compare devices at the same batch size.",
+            "The same prompt gives different last bits alone and in a batch: compare devices at the same batch size.",
         ),
         "row_order": ("equality under reordered rows", _ORDER),
         "column_order": ("equality under reordered columns of the weight", _ORDER),
         "batch_order": ("equality under a reordered batch of products", _ORDER),
         "batch_of_one": ("equality of a product alone and in a batch", _ORDER),
-        "layout": ("equality of operands stored by rows and by columns", "A transposed weight gives other last bits."),
+        "layout": (
+            "equality of operands stored by rows and by columns",
+            "A transposed weight gives different last bits.",
+        ),
         "zero": ("f(0) = 0", _LAW),
         "odd": ("f(-x) = -f(x)", _LAW),
         "doubling": ("f(2x) = 2 f(x)", _LAW),
-        "one_hot": ("that a unit row reads a row of the weight back", _LAW),
+        "one_hot": ("that a unit row returns a row of the weight", _LAW),
     },
     "elementwise": {
         "add_rounding": ("a sum is rounded", _DRIFT),
@@ -70,35 +71,35 @@ RULES: dict[str, dict[str, tuple[str, str]]] = {
 }
 ATTENTION_ERRORS = {
     "error": "fused attention is off from float64 by up to",
-    "rows_sum": "the weights of a row of attention miss a sum of 1 by up to",
+    "rows_sum": "the weights of a row of attention sum to 1 with an error of up to",
     "key_shift": "the same vector added to all keys changes attention by up to",
-    "single_key": "attention to a single key misses its value by up to",
+    "single_key": "attention to a single key differs from its value by up to",
 }
 # What a fact changes when it differs; facts that are not here (the name) only label the device.
 FACTS = {
     "torch": "Kernels change between versions.",
-    "threads": "The number of threads decides how sums are cut into parts.",
-    "vector_unit": "Another vector unit means other kernels.",
-    "blas": "Another library of products means another order of sums.",
-    "onednn": "oneDNN has its own products for bfloat16 and float16.",
-    "cuda": "Another CUDA brings other kernels.",
-    "capability": "Another generation of chips.",
-    "machine": "Another instruction set.",
+    "threads": "The number of threads decides how sums are split.",
+    "vector_unit": "A different vector unit means different kernels.",
+    "blas": "A different BLAS library means a different summation order.",
+    "onednn": "oneDNN has its own matrix products for bfloat16 and float16.",
+    "cuda": "A different CUDA version brings different kernels.",
+    "capability": "The chips are of different generations.",
+    "machine": "The instruction sets differ.",
 }
 NAMES = {  # of lines, where one is named by itself
     "sum_bits": "bits kept in sums",
     "result_bits": "bits of results",
     "operand_bits": "bits of operands",
-    "small_integers": "a product of small whole numbers",
+    "small_integers": "a product of small integers",
     "error": "the error against float64",
     "rows_sum": "the sum of attention's weights",
-    "key_shift": "keys that are all shifted alike",
+    "key_shift": "attention after the same shift of all keys",
     "single_key": "attention to a single key",
 }
 
 
 def shown(key: str, line: dict[str, Any]) -> str:
-    """A line's value as it stands in a sentence."""
+    """A line's value as used in a sentence."""
     value = line.get("value")
     if value is None:
         return f"not visible ({line['hidden']})" if "hidden" in line else "not known"
@@ -129,15 +130,15 @@ def operand_switch(fact: dict[str, Any]) -> str:
         return "set torch.backends.cuda.matmul.allow_tf32 = False (or torch.set_float32_matmul_precision('highest'))"
     if fact.get("device") == "cpu":
         return "set torch.set_float32_matmul_precision('highest')"
-    return "switch its fast float32 off (on an NPU: torch.npu.matmul.allow_hf32 = False)"
+    return "turn off its fast float32 mode (on an NPU: torch.npu.matmul.allow_hf32 = False)"
 
 
 def accumulation_switch(facts: tuple[dict[str, Any], ...]) -> str:
-    """Which of torch's flags, if any, lets a GPU sum short."""
+    """Which torch flag, if any, allows a GPU to sum in reduced precision."""
     names = [
         f"torch.backends.{name}"
         for fact in facts
         for name, on in fact.get("flags", {}).items()
         if on is True and ("reduced_precision_reduction" in name or "fp16_accumulation" in name)
     ]
-    return f" These allow short sums where they are on: {', '.join(dict.fromkeys(names))}." if names else ""
+    return f" These settings, if on, allow low-precision sums: {', '.join(dict.fromkeys(names))}." if names else ""

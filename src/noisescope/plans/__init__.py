@@ -1,1 +1,1 @@
-"""What to do about findings: values in, decisions out. No torch here."""
+"""What to do about findings: values in, decisions out. Does not import torch."""

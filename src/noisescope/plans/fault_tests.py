@@ -1,8 +1,7 @@
-"""Fault tests from a diagnosis: the operators, layers and channels it warns of, broken on purpose; and their judgement.
+"""Fault tests from a diagnosis: faults in the operators, layers and channels it warns about, and their verdicts.
 
-A test says what is broken and how, in words for a hardware team and in the texts of noisescope's simulator, and what
-must hold then. Where a report warns of no operator or no layers, the one whose noise moves the output furthest is
-tested.
+A test states the fault, as a description for a hardware team and as text for noisescope's simulator, and what must hold
+under it. If a report warns about no operator or no layers, the one whose noise changes the output most is tested.
 
 `parameters` and `acceptance_criteria` have the columns of the original method notes in CSV and JSON: dictionaries whose
 keys depend on the kind of test. Inside they are typed.
@@ -50,7 +49,7 @@ class FaultParameters:
 
 @dataclass(frozen=True)
 class Criteria:
-    """What must hold under the fault; None and False: not asked for."""
+    """What must hold under the fault; None and False: not required."""
 
     max_degradation: float | None = None
     max_nan_rate: float | None = None
@@ -66,7 +65,7 @@ CRITERIA = tuple(one.name for one in fields(Criteria))
 
 @dataclass(frozen=True)
 class FaultTest:
-    """One test; one that breaks nothing, or could never fail, is refused."""
+    """One test; a test without a fault, or that could never fail, is rejected."""
 
     test_id: str
     component: str
@@ -92,11 +91,11 @@ def from_columns(case: object) -> FaultTest:
     """A test from its columns, as `to_dict` gives them."""
     if not isinstance(case, Mapping) or set(case) != set(COLUMNS):
         came = ", ".join(map(str, case)) if isinstance(case, Mapping) else f"a {type(case).__name__}"
-        raise InvalidInput(f"a test case has the columns {', '.join(COLUMNS)}; got {came}")
+        raise InvalidInput(f"a test case needs the columns {', '.join(COLUMNS)}; got {came}")
     test_id = str(case["test_id"])
     for name in ("parameters", "acceptance_criteria"):
         if not isinstance(case[name], Mapping):
-            raise InvalidInput(f"{test_id}: {name} is a dictionary (a CSV has it as JSON); got {case[name]!r}")
+            raise InvalidInput(f"{test_id}: {name} must be a dictionary (JSON in a CSV file); got {case[name]!r}")
     described, criteria = dict(case["parameters"]), case["acceptance_criteria"]
     faults, reason = described.pop("faults", None), described.pop("reason", "")
     _check_faults(test_id, faults)
@@ -108,21 +107,24 @@ def from_columns(case: object) -> FaultTest:
 def _check_faults(test_id: str, faults: object) -> None:
     if not isinstance(faults, (list, tuple)) or not faults or not all(isinstance(fault, str) for fault in faults):
         raise InvalidInput(
-            f"{test_id}: parameters['faults'] lists what to break, such as 'gain:0.05@7/linear'; got {faults!r}"
+            f"{test_id}: parameters['faults'] must list the faults to inject, such as 'gain:0.05@7/linear'; got "
+            f"{faults!r}"
         )
 
 
 def _check_criteria(test_id: str, cell: Mapping[str, Json]) -> None:
     if not cell:
-        raise InvalidInput(f"{test_id} has no acceptance criteria, so it can't fail: {', '.join(CRITERIA)}")
+        raise InvalidInput(
+            f"{test_id} has no acceptance criteria, so it can't fail. Give at least one of {', '.join(CRITERIA)}"
+        )
     only: dict[str, str | bool] = {"recovery_time": RECOVERY, "detection_required": True}  # criteria without a choice
     for name, limit in cell.items():
         if name not in CRITERIA:
             raise unknown("criterion", name, CRITERIA)
         if name in only and limit != only[name]:
-            raise InvalidInput(f"{test_id}: {name} can only be {only[name]!r}; got {limit!r}")
+            raise InvalidInput(f"{test_id}: {name} must be {only[name]!r}; got {limit!r}")
         if name not in only and (isinstance(limit, bool) or not isinstance(limit, (int, float)) or not 0 <= limit <= 1):
-            raise InvalidInput(f"{test_id}: {name} is a share from 0 to 1, such as 0.05; got {limit!r}")
+            raise InvalidInput(f"{test_id}: {name} must be a share from 0 to 1, such as 0.05; got {limit!r}")
 
 
 def to_csv(tests: Iterable[FaultTest]) -> str:
@@ -145,13 +147,13 @@ def generate(found: Diagnosis) -> list[FaultTest]:
 
 
 def propose_tests(found: Diagnosis) -> list[FaultTest]:
-    """A test for everything that a diagnosis warns of; without a warning, for what is nearest to one."""
+    """A test for everything that a diagnosis warns about; without a warning, for what is closest to one."""
     return [*_operator_tests(found), *_window_tests(found), *_channel_tests(found)]
 
 
 def refuse_none(tests: list[FaultTest]) -> list[FaultTest]:
     if not tests:
-        raise InvalidInput("the report has neither operators nor layers nor channels: diagnose with all levels first")
+        raise InvalidInput("the report has no operators, layers or channels: run diagnose with all levels first")
     return tests
 
 
@@ -162,7 +164,9 @@ def _operator_tests(found: Diagnosis) -> Iterable[FaultTest]:
     for name in sorted(critical, key=lambda name: -nats[name]):
         yield operator_test(name, "critical in the report")
     if not critical and any(nats.values()):
-        yield operator_test(max(nats, key=lambda name: nats[name]), "none is critical; noise in it costs most")
+        yield operator_test(
+            max(nats, key=lambda name: nats[name]), "no operator is critical; noise in this one costs most"
+        )
 
 
 def _window_tests(found: Diagnosis) -> Iterable[FaultTest]:
@@ -178,7 +182,7 @@ def _window_tests(found: Diagnosis) -> Iterable[FaultTest]:
     if not section.avalanche_points and known:
         worst = max(known, key=lambda row: row.nats)
         verb = "moves" if worst.injected else "is predicted to move"
-        reason = f"no avalanche point; noise here {verb} the output furthest"
+        reason = f"no avalanche point; noise here {verb} the output most"
         yield window_test(worst.start_layer, worst.end_layer, reason)
 
 
@@ -192,7 +196,7 @@ def _channel_tests(found: Diagnosis) -> Iterable[FaultTest]:
 
 
 def operator_test(name: str, reason: str) -> FaultTest:
-    """Bits that flip now and then in every call of an operator."""
+    """Random bit flips in every call of an operator."""
     described = {"operator": name, "fault_rate": FAULT_RATE, "fault_type": "bit_flip"}
     parameters = FaultParameters((f"bit_flip:rate={FAULT_RATE:g}@*/{name}",), reason, described)
     criteria = Criteria(max_degradation=LIMITS["fault_operator_degradation"], max_nan_rate=LIMITS["fault_nan_rate"])
@@ -210,7 +214,7 @@ def window_test(start: int, end: int, reason: str) -> FaultTest:
 
 
 def channel_test(name: str, where: str, channels: tuple[int, ...], max_ratio: float) -> FaultTest:
-    """Outlier channels give one constant in place of their values; `where` is their site in the simulator's words."""
+    """Outlier channels return a constant instead of their values; `where` is their site in the simulator's syntax."""
     fault = f"stuck_lane:1,channels={'+'.join(map(str, sorted(channels)))}@{where}"
     described = {"layer": name, "channel_indices": channels, "fault_type": "value_corruption"}
     parameters = FaultParameters((fault,), f"the largest is {max_ratio:.1f} times the median", described)
@@ -224,7 +228,7 @@ def channel_test(name: str, where: str, channels: tuple[int, ...], max_ratio: fl
 
 @dataclass(frozen=True)
 class Hits:
-    """What a fault hit: calls of its sites, those in which it acted, and the output elements that it changed."""
+    """What a fault hit: calls of its sites, calls in which it acted, and the output elements it changed."""
 
     calls: int
     acted: int
@@ -239,7 +243,7 @@ class Hits:
 
 @dataclass(frozen=True)
 class FaultMeasurement:
-    """What was measured under a fault. `recovery_steps` are by sample (None: not recovered at the last)."""
+    """What was measured under a fault. `recovery_steps` is per sample (None: not recovered by the last step)."""
 
     hits: Hits
     metric: str
@@ -252,7 +256,7 @@ class FaultMeasurement:
 
 @dataclass(frozen=True)
 class CriterionResult:
-    """One criterion with the number that it was decided by."""
+    """One criterion with the number that decided it."""
 
     criterion: str
     verdict: Verdict
@@ -262,7 +266,7 @@ class CriterionResult:
 
 @dataclass(frozen=True)
 class FaultTestResult:
-    """A test carried out; `measured` is None where that was not possible, and the message says why."""
+    """The result of a test; `measured` is None if it could not run, and the message says why."""
 
     test_id: str
     name: str
@@ -274,7 +278,7 @@ class FaultTestResult:
 
 
 def judge(test: FaultTest, measured: FaultMeasurement, *, seconds: float = 0.0) -> FaultTestResult:
-    """Each criterion of a test against what was measured, and the test as a whole.
+    """Check each criterion of a test against what was measured, and the test as a whole.
 
     A loss is decided by its whole interval. A fault that changed nothing decides nothing.
     """
@@ -292,15 +296,15 @@ def judge(test: FaultTest, measured: FaultMeasurement, *, seconds: float = 0.0) 
 
 
 def could_not_run(test: FaultTest, reason: str, *, seconds: float = 0.0) -> FaultTestResult:
-    """A test that the model or the data do not allow."""
-    message = f"could not be carried out: {reason}"
+    """A test that the model or the data does not allow."""
+    message = f"could not be run: {reason}"
     return FaultTestResult(test.test_id, test.name, UNDECIDED, message, (), None, seconds)
 
 
 def _degradation(wanted: Criteria, measured: FaultMeasurement) -> CriterionResult:
     loss, limit = measured.degradation, wanted.max_degradation or 0.0
     if loss.value is None:
-        message = "not measurable: the clean score is not clear of chance"
+        message = "not measurable: the clean score is not significantly above chance"
         return CriterionResult("max_degradation", UNDECIDED, message, None)
     verdict = at_most(loss, limit)
     words = f"{percent(loss.value)} {span(loss, '.1f', 100)} of the {metric_name(measured.metric)} lost"
@@ -311,16 +315,16 @@ def _degradation(wanted: Criteria, measured: FaultMeasurement) -> CriterionResul
 
 def _nan_rate(wanted: Criteria, measured: FaultMeasurement) -> CriterionResult:
     rate, limit = measured.nan_rate, wanted.max_nan_rate or 0.0
-    message = f"{percent(rate, 2)} of the tokens not finite, {percent(limit, 2)} allowed"
+    message = f"{percent(rate, 2)} of the tokens are not finite, {percent(limit, 2)} allowed"
     return CriterionResult("max_nan_rate", FAIL if rate > limit else PASS, message, rate)
 
 
 def _recovery(wanted: Criteria, measured: FaultMeasurement) -> CriterionResult:
-    """By the slowest sample; None is one that is still wrong at its last step, and all are watched for long enough."""
+    """By the slowest sample; None is one still wrong at its last step, and all are observed for long enough."""
     steps, limit = measured.recovery_steps, wanted.recovery_time
     known = [step for step in steps if step is not None]
     if len(known) < len(steps):
-        wrong = f"{len(steps) - len(known)} of {len(steps)} samples did not recover within the steps watched"
+        wrong = f"{len(steps) - len(known)} of {len(steps)} samples did not recover within the steps observed"
         return CriterionResult("recovery_time", FAIL, f"{wrong}, {limit} required", None)
     slowest = max(known)
     message = f"recovered after {counted(slowest, 'step')} in the slowest of {len(steps)} samples, {limit} required"

@@ -1,12 +1,14 @@
-"""Whether a model got worse than its baseline, from the numbers that a diagnosis keeps of both.
+"""Decides whether a model got worse than its baseline, from the numbers that a diagnosis keeps of both.
 
 What is compared is the typical log KL of a sample (the mean without a fifth at either end), as a ratio of KLs: a few
 samples with a large KL would dominate a plain mean, see stats/typical.py. Per row the model fails where the ratio is
-above the limit (1.2) and its interval excludes 1: a difference within noise is no regression, however large. Intervals
+above the limit (1.2) and its interval excludes 1: a difference within noise is not a regression, however large.
+Intervals
 hold for all rows together (Bonferroni). Where a ratio twice as far from 1 as the limit (1.4) could have been missed,
 and the interval does not end below the limit (1.2) either, the row is undecided: a gate without power says so.
 
-Two limits are absolute, and decided by the whole interval: what noise may cost of the score, and what the score without
+Two limits are absolute, and decided by the whole interval: how much of the score noise may cost, and what the score
+without
 noise may have lost since the baseline.
 
 The verdict is "fail" where a row fails, else "pass" where a row that compares the model passes; it is undecided only
@@ -94,7 +96,7 @@ def decide(
 
 
 def _common(baseline: GateNumbers, candidate: GateNumbers) -> list[tuple[Measure, str]]:
-    """(measure, operator) that both sides have."""
+    """(measure, operator) pairs that both sides have."""
     return [
         (measure, name)
         for measure in MEASURES
@@ -112,15 +114,13 @@ def _array(values: tuple[float | None, ...]) -> Array:
 
 
 def refuse_limits(worse_than: float, max_degradation: float) -> None:
-    """Limits that can't be meant."""
+    """Reject impossible limits."""
     if not worse_than > 1:
         raise InvalidInput(
-            f"a model fails above a multiple of its baseline, such as 1.2 (--max-worse 0.2); got {worse_than:g}"
+            f"the limit is a multiple of the baseline, such as 1.2 (--max-worse 0.2); got {worse_than:g}"
         )
     if not 0 < max_degradation < 1:
-        raise InvalidInput(
-            f"what noise may cost (--max-degradation) is a share between 0 and 1, such as 0.15; got {max_degradation:g}"
-        )
+        raise InvalidInput(f"--max-degradation must be a share between 0 and 1, such as 0.15; got {max_degradation:g}")
 
 
 def _refuse_noise(baseline: GateNumbers, candidate: GateNumbers) -> None:
@@ -130,8 +130,8 @@ def _refuse_noise(baseline: GateNumbers, candidate: GateNumbers) -> None:
             for side in (baseline, candidate)
         )
         raise InvalidInput(
-            f"the baseline was measured under {before}, this model under {now}: there is nothing to compare. Make a "
-            "new baseline with noisescope diagnose"
+            f"the baseline was measured under {before}, this model under {now}: they can't be compared. Create a "
+            f"new baseline with noisescope diagnose"
         )
 
 
@@ -148,7 +148,7 @@ def _divergence(
     worse_than: float,
     floor: float,
 ) -> DivergenceRow:
-    """One operator on both sides; samples without a finite KL are left out."""
+    """One operator on both sides; samples without a finite KL are excluded."""
     measure, operator = of
     name = f"{MEASURES[measure]}: {operator}"
     x, y = (_array(_by_operator(side, measure)[operator]) for side in (baseline, candidate))
@@ -202,7 +202,7 @@ def _ratio_sentence(ratio: Estimate, smallest: float | None, verdict: Verdict, w
 
 
 def _limits(candidate: GateNumbers, limit: float) -> tuple[LimitRow, ...]:
-    """What noise costs, operator by operator, against the most it may cost."""
+    """What noise costs, operator by operator, against the limit."""
     names = [name for name in candidate.accuracy if name != CLEAN]
     clean, level = _array(candidate.accuracy[CLEAN]), stats.simultaneous_level(len(names))
     rows = []
@@ -216,8 +216,8 @@ def _limits(candidate: GateNumbers, limit: float) -> tuple[LimitRow, ...]:
 
 def _limit_sentence(loss: Estimate, limit: float, verdict: Verdict) -> str:
     if loss.value is None:
-        return f"the cost of noise is {stats.NOT_MEASURABLE}: the clean score is not clear of chance"
-    where = {PASS: "below it", FAIL: "above it", UNDECIDED: "the interval includes it; more --samples narrow it"}
+        return f"the cost of noise is {stats.NOT_MEASURABLE}: the clean score is not significantly above chance"
+    where = {PASS: "below it", FAIL: "above it", UNDECIDED: "the interval includes it; more --samples would narrow it"}
     words = f"noise costs {percent(loss.value)} {span(loss, '.1f', 100)} of the score"
     return f"{words}, limit {100 * limit:g} %: {where[verdict]}"
 
@@ -259,7 +259,7 @@ def _change(baseline: GateNumbers, candidate: GateNumbers, name: str, pairs: Pai
 def _finite(baseline: GateNumbers, candidate: GateNumbers) -> GateRow:
     count = candidate.nonfinite
     bad = count > 0 and not baseline.nonfinite
-    message = f"{counted(count, 'token')} not finite" + (", all of the baseline's were finite" if bad else "")
+    message = f"{counted(count, 'token')} not finite" + ("; all were finite in the baseline" if bad else "")
     return GateRow("finite outputs", FAIL if bad else PASS, message)
 
 
@@ -267,7 +267,7 @@ def _finite(baseline: GateNumbers, candidate: GateNumbers) -> GateRow:
 
 
 def pairs_of(first: Sequence[str], second: Sequence[str]) -> Pairs:
-    """Where the smaller set of samples lies in the larger; None unless all of it does."""
+    """Where the smaller set of samples lies in the larger; None unless it is a subset."""
     places = [{name: at for at, name in enumerate(names)} for names in (first, second)]
     common = [name for name in places[0] if name in places[1]]
     if len(common) < min(map(len, places)):
@@ -276,20 +276,20 @@ def pairs_of(first: Sequence[str], second: Sequence[str]) -> Pairs:
 
 
 def refuse_architecture(model: ModelFacts, architecture: str, blocks: int) -> None:
-    """A model of another kind, or of another depth, than a report is about."""
+    """Reject a model of another kind, or of another depth, than the report's."""
     if (model.architecture, model.blocks) != (architecture, blocks):
         raise InvalidInput(
-            f"the report is about {model.architecture} with {model.blocks} blocks, and this model is {architecture} "
-            f"with {blocks}: they can't be compared. Make a report of this one: noisescope diagnose MODEL -o DIR"
+            f"the report describes {model.architecture} with {model.blocks} blocks, but this model is {architecture} "
+            f"with {blocks}: they can't be compared. Create a report for this one: noisescope diagnose MODEL -o DIR"
         )
 
 
 def refuse_kind(before: DataFacts, now: DataFacts) -> None:
-    """Data of another kind: scores and divergences of two kinds can't be compared."""
+    """Reject data of another kind: their scores and divergences can't be compared."""
     if before.kind != now.kind:
         raise InvalidInput(
-            f"the baseline was measured on data of kind {before.kind} ({before.source}), this is {now.kind} "
-            f"({now.source}): they can't be compared. Give the baseline's data with --data"
+            f"the baseline was measured on data of kind {before.kind} ({before.source}), but this is {now.kind} "
+            f"({now.source}): they can't be compared. Pass the baseline's data with --data"
         )
 
 
@@ -299,14 +299,14 @@ def refuse_other_samples(before: DataFacts, now: DataFacts, samples: tuple[Seque
         return
     shared = len(set(samples[0]) & set(samples[1]))
     raise InvalidInput(
-        f"{shared} of these {len(samples[1])} samples ({now.source}) are the baseline's ({before.source}): a "
-        "difference may come from the data. Give the same --data and --max-tokens, or --other-samples if these were "
-        "drawn from the same source"
+        f"{shared} of these {len(samples[1])} samples ({now.source}) are also in the baseline ({before.source}), so "
+        f"a difference may come from the data. Use the same --data and --max-tokens, or --other-samples if these "
+        f"were drawn from the same source"
     )
 
 
 def conditions_row(before: Asked, now: Asked, numbers: tuple[GateNumbers, GateNumbers]) -> ConditionsRow:
-    """How both were measured, as a check."""
+    """The measurement conditions of both sides, as a check."""
     sides: list[dict[str, str | int]] = [
         {
             "dtype": run.conditions.dtype,
@@ -321,7 +321,7 @@ def conditions_row(before: Asked, now: Asked, numbers: tuple[GateNumbers, GateNu
     unlike = tuple(one for one in both if one.baseline != one.candidate)
     if unlike:
         words = "; ".join(f"{one.what} {one.baseline} before, {one.candidate} now" for one in unlike)
-        words += ": a difference may come from that, and not from the model"
+        words += ": a difference may come from that rather than from the model"
     else:
         words = "both " + ", ".join(f"{one.what} {one.baseline}" for one in both)
     counts = counts_of(numbers[0].samples, numbers[1].samples)

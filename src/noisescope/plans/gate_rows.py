@@ -1,4 +1,4 @@
-"""What a gate decides, as values: one row per check, and the result with its verdict."""
+"""The decisions of a gate as values: one row per check, and the result with its verdict."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class GateRow:
 
 @dataclass(frozen=True)
 class Difference:
-    """A condition that is not the same on both sides."""
+    """A condition that differs between the two sides."""
 
     what: str
     baseline: str | int
@@ -34,7 +34,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class ConditionsRow(GateRow):
-    """How both were measured: passed where alike, undecided where not."""
+    """The conditions of both measurements: passed if equal, undecided if not."""
 
     differences: tuple[Difference, ...]
 
@@ -57,7 +57,7 @@ class DivergenceRow(GateRow):
 
 @dataclass(frozen=True)
 class LimitRow(GateRow):
-    """What noise in an operator costs of the score, against the most it may cost."""
+    """What noise in an operator costs, as a share of the score, against the limit."""
 
     operator: str
     degradation: Estimate
@@ -73,7 +73,7 @@ class ScoreRow(GateRow):
 
 @dataclass(frozen=True)
 class ScoreChange:
-    """The score on both sides with the smallest drop that would have been found; it decides nothing by itself."""
+    """The score on both sides with the smallest detectable drop; it decides nothing by itself."""
 
     under_noise_in: str
     baseline: Estimate
@@ -117,7 +117,7 @@ class Decision:
 
     @property
     def accuracy_under_noise(self) -> tuple[ScoreChange, ...]:
-        """Without the clean score, which has a check of its own."""
+        """Without the clean score, which has its own check."""
         return tuple(change for change in self.accuracy if change.under_noise_in != CLEAN)
 
     @property
@@ -159,13 +159,13 @@ class GateResult(Decision):
 
 
 def headline_of(decision: Decision, conditions: ConditionsRow) -> str:
-    """The verdict in words, with how many of the comparisons failed or are undecided.
+    """The verdict as text, with how many of the comparisons failed or are undecided.
 
-    Conditions and finite outputs are no comparisons of numbers: they are named where something is wrong with them.
+    Conditions and finite outputs are not numeric comparisons: they are mentioned if something is wrong with them.
     """
     verdicts = [row.verdict for row in decision.compared]
     words = headline(decision.verdict, verdicts)
     if decision.finite.verdict == FAIL:
         failed, undecided = verdicts.count(FAIL), verdicts.count(UNDECIDED)
         words = f"failed: outputs are not finite; {failed} of {len(verdicts)} checks failed, {undecided} undecided"
-    return f"{words}; other conditions than the baseline's" if conditions.differences else words
+    return f"{words}; conditions differ from the baseline's" if conditions.differences else words

@@ -103,7 +103,8 @@ def rank_places(found: Diagnosis | Conclusions) -> MigrationPlan:
     section = found.layer_analysis
     if section is None:
         raise InvalidInput(
-            "a migration plan needs the layer level: noisescope diagnose MODEL --level operator,layer,channel"
+            "a migration plan needs a report with the layer level: run noisescope diagnose MODEL --level "
+            "operator,layer,channel"
         )
     rows: list[tuple[NamedPlace, Effect]] = [(row.layer, row) for row in section.layers]
     rows += section.places.items()
@@ -122,7 +123,7 @@ def rank_places(found: Diagnosis | Conclusions) -> MigrationPlan:
 
 @dataclass(frozen=True)
 class _View:
-    """What a diagnosis shows of places."""
+    """What a diagnosis says about places."""
 
     section: LayerAnalysis
     channels: Mapping[str, ChannelRow]  # by the module's name
@@ -130,7 +131,7 @@ class _View:
     median: float  # nats of the median layer
 
     def about(self, place: NamedPlace) -> Iterable[Finding]:
-        """Findings on a place, in their order. Those on channels count where a linear has them."""
+        """Findings on a place, in order. Findings on channels count if a linear has them."""
         linears = {name for name, row in self.channels.items() if row.operator == "linear"}
         for finding in self.findings:
             of_channels = finding.target.kind == "channels"
@@ -138,7 +139,7 @@ class _View:
                 yield finding
 
     def position(self, place: NamedPlace) -> int:
-        """Where the list of findings first names a place; behind its end where it does not."""
+        """The position of a place in the list of findings; after the end if it is not there."""
         first = next(iter(self.about(place)), None)
         return len(self.findings) if first is None else self.findings.index(first)
 
@@ -190,7 +191,7 @@ def _by_avalanches(view: _View, place: NamedPlace) -> Iterable[tuple[Rank, str]]
         elif point.common[0] <= place <= point.common[1]:
             yield 1, words
         else:
-            yield 2, f"beside the core of {words}"
+            yield 2, f"next to the core of {words}"
 
 
 def _by_effect(view: _View, place: NamedPlace, row: Effect) -> Iterable[tuple[Rank, str]]:
@@ -221,9 +222,9 @@ def _priority(rank: Rank, evidence: Sequence[PlaceEvidence]) -> Priority:
     places = tuple(one.place for one in evidence if isinstance(one.place, str))
     precision = {str(one.place): _precision(rank, one.largest_activation) for one in evidence}
     limit = MAX_MAPE[rank]
-    validation = "nothing special: the end-to-end score is enough"
+    validation = "no layer-by-layer comparison needed: check the end-to-end score"
     if limit is not None:
-        what = "every operator of these layers between both machines" if rank == 1 else "the outputs of these layers"
+        what = "every operator of these layers between the two machines" if rank == 1 else "the outputs of these layers"
         validation = f"compare {what}: MAPE below {100 * limit:g} %"
         if places:
             validation += f"; compare {' and '.join(places)} by sketch: no operator may diverge beyond round-off"
@@ -231,7 +232,7 @@ def _priority(rank: Rank, evidence: Sequence[PlaceEvidence]) -> Priority:
 
 
 def _precision(rank: Rank, largest: float | None) -> str:
-    """FP16 has the finer steps, and only where what was captured stays far below 65504."""
+    """FP16 is more precise, but only suitable if the captured values stay far below 65504."""
     if rank == 3:
         return "INT8 or BF16"
     fits = largest is not None and largest < HEADROOM * LIMITS["fp16_maximum"]

@@ -1,4 +1,4 @@
-"""Precision plans: a number format for each linear, at the least predicted KL that a budget allows.
+"""Precision plans: a number format for each linear, with the lowest predicted KL within a budget.
 
 Predicted KL adds up over modules (measures/format_costs.py), so the best plan is a multiple-choice knapsack: one format
 per module, the sum of costs least, weighted sums of bits, bytes or milliseconds within their limits. HiGHS solves it.
@@ -64,19 +64,22 @@ class Budget:
             if not math.isfinite(limit) or limit <= 0:
                 raise InvalidInput(f"{name} must be a number above 0, got {limit}")
         if (self.milliseconds is None) != (not self.latency):
-            raise InvalidInput("a latency limit needs both: milliseconds, and a table of them by module and format")
+            raise InvalidInput(
+                "a latency limit needs both a limit in milliseconds and a latency table by module and format"
+            )
         for module, row in self.latency.items():
             for name, time in row.items():
                 if isinstance(time, bool) or not isinstance(time, (int, float)) or not 0 <= time < math.inf:
                     raise InvalidInput(
-                        f"the latency table has {time!r} for {module!r}, {name!r}: milliseconds are numbers from 0"
+                        f"the latency table has {time!r} for {module!r}, {name!r}: milliseconds must be numbers of "
+                        f"at least 0"
                     )
 
     def milliseconds_of(self, module: Module, name: str) -> float:
         own = self.latency.get(module.name)
         row, share = (self.latency.get("*", {}), module.parameters / 1e6) if own is None else (own, 1.0)
         if name not in row:
-            raise InvalidInput(f"the latency table has no {name!r} for {module.name}, nor under '*'")
+            raise InvalidInput(f"the latency table has no {name!r} for {module.name}and no row '*'")
         return float(row[name]) * share
 
     def limits(self, modules: Sequence[Module]) -> list[tuple[str, float, list[dict[str, float]]]]:
@@ -94,8 +97,8 @@ class Budget:
             for name in self.latency:
                 if name not in ("*", *names):
                     raise InvalidInput(
-                        f"the latency table has a row for {name!r}, which is not planned: modules have names such as "
-                        f"{names[0]!r}, and '*' is for all that have no row"
+                        f"the latency table has a row for {name!r}, which is not in the plan: module names look "
+                        f"like {names[0]!r}, and '*' stands for all modules without a row"
                     )
             time = [{f: self.milliseconds_of(m, f) for f in m.choices} for m in modules]
             found.append(("milliseconds", self.milliseconds, time))
@@ -104,7 +107,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Plan:
-    """A format for each module, with what it comes to."""
+    """A format for each module, with the resulting totals."""
 
     method: str
     assignment: Mapping[str, str]  # module -> format
@@ -121,7 +124,7 @@ class Plan:
 
 
 def scores_of(found: Diagnosis) -> FormatScores:
-    """The format scores of a diagnosis; refused where there are none."""
+    """The format scores of a diagnosis; an error if there are none."""
     section = found.format_scores
     if section is None or not section.modules:
         reason = f" ({section.error})" if section is not None and section.error else ""
@@ -133,7 +136,7 @@ def scores_of(found: Diagnosis) -> FormatScores:
 
 
 def modules_of(found: Diagnosis, formats: Iterable[str] | None = None) -> tuple[Module, ...]:
-    """The linears that a diagnosis has format scores of, with those formats alone that are wanted."""
+    """The linears that have format scores in a diagnosis, restricted to the requested formats."""
     rows = scores_of(found).modules
     offered = rows[0].formats
     wanted = tuple(offered) if formats is None else tuple(formats)
@@ -141,7 +144,7 @@ def modules_of(found: Diagnosis, formats: Iterable[str] | None = None) -> tuple[
         if name not in offered:
             raise unknown("format", name, offered)
     if not wanted:
-        raise InvalidInput(f"no format is left: choose from {', '.join(offered)}")
+        raise InvalidInput(f"no formats selected: choose from {', '.join(offered)}")
     return tuple(
         Module(row.module, row.place, row.parameters, _choices(row.formats, wanted), row.inputs, row.kind)
         for row in rows
@@ -149,7 +152,7 @@ def modules_of(found: Diagnosis, formats: Iterable[str] | None = None) -> tuple[
 
 
 def _choices(scores: Mapping[str, FormatScore], wanted: Sequence[str]) -> dict[str, FormatScore]:
-    """The formats that are wanted. A narrower integer is predicted to cost no less than a wider one.
+    """The requested formats. A narrower integer is predicted to cost no less than a wider one.
 
     Rounding to fewer bits of one kind is worse; where a few samples say the opposite it is their noise, and a plan
     would pick exactly these.
@@ -165,7 +168,7 @@ def _choices(scores: Mapping[str, FormatScore], wanted: Sequence[str]) -> dict[s
 
 
 def plan_of(modules: Sequence[Module], assignment: Mapping[str, str], method: str, note: str = "") -> Plan:
-    """An assignment with its sums."""
+    """An assignment with its totals."""
     chosen = [(module, module.choices[assignment[module.name]]) for module in modules]
     weights = sum(module.parameters for module in modules)
     effective = sum(module.parameters * choice.effective_bits for module, choice in chosen) / weights
@@ -185,7 +188,7 @@ def uniform_plan(modules: Sequence[Module], name: str) -> Plan:
 
 
 def optimal_plan(modules: Sequence[Module], budget: Budget, *, granularity: str = "module") -> Plan:
-    """The assignment of least predicted KL within the budget; with "layer", one format for all linears of a block."""
+    """The assignment of lowest predicted KL within the budget; with "layer", one format for all linears of a block."""
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import csr_array
 
@@ -205,7 +208,7 @@ def optimal_plan(modules: Sequence[Module], budget: Budget, *, granularity: str 
         table = np.array([[sum(taken[i][f] for i in g) for f in formats] for g in groups])
         least = float(table.min(1).sum())
         if least > limit * (1 + 1e-9):
-            raise InvalidInput(f"{what} = {limit:g} can't be reached: the smallest formats come to {least:.4g}")
+            raise InvalidInput(f"{what} = {limit:g} can't be reached: the smallest formats need {least:.4g}")
         shares.append(table / limit)
         constraints.append(LinearConstraint(csr_array(shares[-1].reshape(1, -1)), -np.inf, 1))
     scaled = costs / costs.mean() if costs.any() else costs  # of size 1: the solver's tolerances are absolute
@@ -221,12 +224,12 @@ def optimal_plan(modules: Sequence[Module], budget: Budget, *, granularity: str 
     bits = [modules[0].choices[name].bits for name in formats]
     chosen = _widened(found.x.reshape(count, width).argmax(1), costs, bits, shares)
     assignment = {modules[i].name: formats[c] for group, c in zip(groups, chosen, strict=True) for i in group}
-    note = "" if found.status == 0 else f"the best found in {SECONDS:g} s; it may not be the best there is"
+    note = "" if found.status == 0 else f"the best plan found in {SECONDS:g} s; it may not be optimal"
     return plan_of(modules, assignment, f"optimal by {granularity}", note)
 
 
 def _widened(chosen: NDArray[np.intp], costs: Array, bits: Sequence[float], shares: Sequence[Array]) -> list[int]:
-    """More bits where they fit and are predicted to cost no more: of formats of one cost the solver takes any."""
+    """Use more bits where they fit and cost no more: among formats of equal cost the solver picks any."""
     rows = np.arange(len(chosen))
     left = [1 - float(share[rows, chosen].sum()) for share in shares]
     found = []
@@ -268,7 +271,9 @@ def random_plans(
             if abs(changed - average_bits) < abs(average - average_bits):
                 drawn[i], average = name, changed
         else:
-            raise InvalidInput(f"no random plan came within {tolerance:g} of {average_bits:g} bits: modules too large")
+            raise InvalidInput(
+                f"no random plan came within {tolerance:g} of {average_bits:g} bits: the modules are too large"
+            )
         assignment = {module.name: formats[choice] for module, choice in zip(modules, drawn, strict=True)}
         plans.append(plan_of(modules, assignment, "random"))
     return plans
@@ -307,23 +312,23 @@ def bits_by_rule(sensitivity: Mapping[L, float], target_average_bits: float = 6.
 def _checked(layer: Hashable, loss: object) -> float:
     if isinstance(loss, bool) or not isinstance(loss, (int, float)) or not math.isfinite(loss):
         raise InvalidInput(
-            f"the bit rule has no degradation of {layer!r} (got {loss!r}): give a number such as 0.12; a layer that "
-            "could not be measured has to be left out, and kept at 16 bits"
+            f"the bit rule has no degradation of {layer!r} (got {loss!r}): give a number such as 0.12; leave out "
+            f"layers that could not be measured, and keep them at 16 bits"
         )
     return float(loss)
 
 
 def missed_target(bits: Mapping[L, int], target: float) -> str:
-    """What to say where the rule misses its target by more than one layer's share; "" where it does not."""
+    """The message if the rule misses its target by more than one layer's share; "" if it does not."""
     average = _average(bits)
     if abs(average - target) <= 4 / len(bits):  # a layer between 4 and 8 bits
         return ""
     reason = (
-        "layers of 16 bits, and those of 8 that lose 10 % or more, are never lowered"
+        "16-bit layers, and 8-bit layers that lose 10 % or more, are never lowered"
         if average > target
-        else "no layer that loses 15 % or less gets more than 8"
+        else "no layer that loses 15 % or less gets more than 8 bits"
     )
-    return f"misses its target: {average:.2f} bits on average, {target:g} were asked for; {reason}"
+    return f"misses its target: {average:.2f} bits on average, {target:g} requested; {reason}"
 
 
 def _average(bits: Mapping[L, int]) -> float:
@@ -352,7 +357,7 @@ def rule_plan(modules: Sequence[Module], sensitivity: Mapping[int, float], targe
     }
     missing = sorted(width for width in set(bits.values()) if names[width] is None)
     if missing:
-        raise InvalidInput(f"the bit rule wants formats of {missing} bits, which are not among those offered")
+        raise InvalidInput(f"the bit rule needs formats of {missing} bits, which are not among the allowed formats")
     assignment = {module.name: str(names[bits[module.place]]) for module in modules}
     missed = missed_target(bits, target)
     return plan_of(modules, assignment, "bit rule of the method notes", f"the bit rule {missed}" if missed else "")

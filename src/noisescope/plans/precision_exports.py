@@ -1,4 +1,4 @@
-"""Precision plans as configuration files of the tools that carry them out.
+"""Exports precision plans as configuration files for quantisation tools.
 
 ==============  ====================================================================================================
 llm-compressor  a YAML recipe for `oneshot(recipe=...)`: a QuantizationModifier with one config group per format
@@ -41,7 +41,7 @@ TRANSPOSING = ("autoround",)  # tools that take it
 
 @dataclass(frozen=True)
 class Export:
-    """The text of a file for a tool, and where it differs from the plan."""
+    """The text of a tool's configuration file, and where it differs from the plan."""
 
     text: str
     notes: tuple[str, ...] = ()
@@ -49,7 +49,7 @@ class Export:
 
 @dataclass(frozen=True)
 class RoundedModule:
-    """A module that a tool is to round, its format as the tool spells it. `group` is of integers alone."""
+    """A module that a tool should quantise, with its format as the tool spells it. `group` applies to integers only."""
 
     module: str
     inputs: int
@@ -59,14 +59,14 @@ class RoundedModule:
 
 
 def export_plan(plan: Plan, tool: str, modules: Sequence[Module]) -> Export:
-    """A file for that tool: YAML where block sizes have integer keys or people edit it, else JSON.
+    """A file for that tool: YAML if block sizes have integer keys or people edit it, else JSON.
 
     `modules` are those that were planned: their widths decide on groups.
     """
     import yaml
 
     class WithoutAnchors(yaml.SafeDumper):
-        """A format that many modules share is written out for each, as people would."""
+        """Writes a format that many modules share in full for each, as people would."""
 
         def ignore_aliases(self, data: object) -> bool:
             return True
@@ -95,19 +95,21 @@ def _rounded(plan: Plan, tool: str, modules: Sequence[Module]) -> list[RoundedMo
             )
         if module.kind == TRANSPOSED and tool not in TRANSPOSING:
             raise InvalidInput(
-                f"{tool} does not quantise {module.name}, which is a {TRANSPOSED} and no torch.nn.Linear: export for "
+                f"{tool} does not quantise {module.name}, which is a {TRANSPOSED}, not a torch.nn.Linear: export for "
                 f"{' or '.join(TRANSPOSING)}, or export json"
             )
         if module.inputs is None:
             raise InvalidInput(
-                f"{module.name} was planned without its number of inputs, which decides on groups: plan from a report"
+                f"{module.name} was planned without its number of inputs, which determines the groups: create the "
+                f"plan from a report"
             )
         wanted = BLOCKS.get(name, GROUP)
         group = math.gcd(wanted, module.inputs)  # the largest up to ours that divides them
         if (name in BLOCKS and group < wanted) or (name in INTEGERS and group < SMALLEST_GROUP):
             raise InvalidInput(
-                f"{module.name} has {module.inputs} inputs, which groups of {wanted} ({name}) do not divide, and the "
-                "tools take whole groups alone: plan with --formats bf16,fp8_e4m3, which have none, or export json"
+                f"{module.name} has {module.inputs} inputs, not a multiple of the group size {wanted} ({name}), and "
+                f"the tools accept only whole groups: plan with --formats bf16,fp8_e4m3, which have no groups, or "
+                f"export json"
             )
         found.append(RoundedModule(module.name, module.inputs, name, group, _spellings(group)[tool][name]))
     return found
@@ -166,8 +168,8 @@ def _notes(rounded: Sequence[RoundedModule]) -> tuple[str, ...]:
         if one.format in INTEGERS and one.group != GROUP:
             narrow.setdefault((one.inputs, one.group), []).append(one.module)
     return tuple(
-        f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {width} inputs are no multiple of "
-        f"{GROUP}, so the file has groups of {group} there ({16 / group:g} bits of scales per weight)"
+        f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {width} inputs are not a multiple of "
+        f"{GROUP}, so the file uses groups of {group} there ({16 / group:g} bits of scales per weight)"
         for (width, group), names in narrow.items()
     )
 

@@ -1,4 +1,4 @@
-"""A precision plan with what was predicted and, where it was carried out, measured: the report's `precision_plan`.
+"""A precision plan with its prediction and, if it was run, its measurement: the report's `precision_plan`.
 
 A plan is judged by the typical KL of held-out samples, beside uniform plans, the bit rule and random plans of the same
 bits. Two plans are compared sample by sample: the typical ratio of their KL, with its interval.
@@ -47,14 +47,14 @@ def planned_share(found: Diagnosis) -> float | None:
 
 
 def coverage_notes(found: Diagnosis) -> list[str]:
-    """A note where a plan covers only a fraction of the weights: average bits are then of that fraction."""
+    """A note if a plan covers only a fraction of the weights: the average bits then count only that fraction."""
     share, scores = planned_share(found), scores_of(found)
     if share is None or share >= NEARLY_ALL:
         return []
     return [
-        f"the plan covers {_planned(scores):,} of the {scores.block_parameters:,} weights of the blocks "
-        f"({100 * share:.0f} %), and average bits are of these alone: weights that are not in a linear module, such as "
-        "experts stored in one tensor, stay at 16 bits"
+        f"the plan covers {_planned(scores):,} of the {scores.block_parameters:,} weights in the blocks "
+        f"({100 * share:.0f} %), and the average bits count only these: weights outside linear modules, such as "
+        f"experts stored in one tensor, stay at 16 bits"
     ]
 
 
@@ -114,9 +114,9 @@ def prediction_notes(prediction: Prediction, measured: Estimate) -> list[str]:
     else:
         return []
     return [
-        f"the measured mean KL {_interval(measured)} lies far {where} the predicted {_interval(prediction.estimate)}: "
-        f"use the measured one. A prediction ({_evidence(prediction)}) shows which modules cost more than others, "
-        "which is what the plan is based on; its size is no forecast"
+        f"the measured mean KL {_interval(measured)} lies far {where} the predicted "
+        f"{_interval(prediction.estimate)}: trust the measured one. A prediction ({_evidence(prediction)}) ranks "
+        f"modules by cost, which is what the plan uses; its absolute size is not a forecast"
     ]
 
 
@@ -143,7 +143,7 @@ class NamedPlan:
 
 @dataclass(frozen=True)
 class PlanRow:
-    """One plan carried out. What `predicted_mean_kl` predicts is `kl.mean`; `kl.typical` is what plans are compared by.
+    """The measurement of one plan. `predicted_mean_kl` predicts `kl.mean`; plans are compared by `kl.typical`.
 
     `over_plan` is its KL over that of the plan, sample by sample; None for the plan itself.
     """
@@ -212,7 +212,7 @@ class PrecisionPlan:
 def predicted_plan(
     plan: Plan, prediction: Prediction, *, planned_share: float | None, notes: Sequence[str] = ()
 ) -> PrecisionPlan:
-    """A plan before it is carried out."""
+    """A plan before it is measured."""
     return PrecisionPlan(
         **vars(plan), counts=plan.counts(), prediction=prediction, planned_share=planned_share, notes=tuple(notes)
     )
@@ -221,7 +221,7 @@ def predicted_plan(
 def measured_plan(
     planned: PrecisionPlan, rows: Sequence[PlanRow], data: PlanData, *, notes: Sequence[str] = ()
 ) -> PrecisionPlan:
-    """The same with what was measured; `notes` come before those it has. Rows of random plans are summed up."""
+    """The same with its measurement; `notes` come before its own. Rows of random plans are summarised."""
     own = next(row for row in rows if row.kind == "plan")
     rule = next((row for row in rows if row.kind == "bit rule"), None)
     uniform = _best_uniform(rows, planned.average_bits)
@@ -261,7 +261,7 @@ def _best_uniform(rows: Sequence[PlanRow], average_bits: float) -> PlanRow | Non
 
 @dataclass(frozen=True)
 class PlanScores:
-    """One plan carried out: KL and score of each sample, beside the score of the model as it is."""
+    """The measurement of one plan: KL and score of each sample, with the score of the unmodified model."""
 
     kl: Array
     accuracy: Array
@@ -286,7 +286,7 @@ class PlanScores:
 
 @dataclass(frozen=True)
 class VerifiedPlans:
-    """Plans by name as they were carried out, and what could not be seen."""
+    """The measured plans by name, and what could not be measured."""
 
     plans: Mapping[str, PlanScores]
     could_not_see: tuple[str, ...]
@@ -312,7 +312,7 @@ class Verification:
         assert clean is not None and rounded is not None
         for answer in (clean, rounded):
             if answer.error:
-                raise NoisescopeError(f"a plan could not be carried out: {answer.error}")
+                raise NoisescopeError(f"a plan could not be run: {answer.error}")
         before, after = paired(frame, clean, rounded)
         kl = np.zeros(len(before)) if injection is None else rounded.mean("kl")
         return PlanScores(kl, after.mean(axis=1), before)

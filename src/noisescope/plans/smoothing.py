@@ -1,4 +1,4 @@
-"""What to do about outlier channels, by the tables of the original method notes, with what it would gain.
+"""What to do about outlier channels, by the tables of the original method notes, with the expected gain.
 
 Gains are measured on the linears that read the same channels:
 
@@ -70,7 +70,7 @@ class BeforeAndAfter:
 
 @dataclass(frozen=True)
 class SmoothingPlan:
-    """SmoothQuant carried out on a copy. `gain` is KL before over KL after, sample by sample."""
+    """SmoothQuant applied to a copy. `gain` is KL before over KL after, sample by sample."""
 
     scheme: str
     alpha: float | None
@@ -93,7 +93,7 @@ def method_for(max_ratio: float, target: str = "W8A8") -> tuple[str, float | Non
 
 
 def gain_sentence(gain: Estimate) -> str:
-    """What smoothing divides the KL of a typical sample by, and whether the interval decides that it helps."""
+    """By how much smoothing divides the KL of a typical sample, and whether the interval shows that it helps."""
     if gain.value is None:
         return f"the gain of smoothing is {gain.note}"
     words = f"smoothing divides the KL of a typical sample by {gain.value:.3g} {span(gain, '.3g')} (paired): "
@@ -101,7 +101,7 @@ def gain_sentence(gain: Estimate) -> str:
         return words + "it helps"
     if gain.below(1):
         return words + "it makes the KL larger"
-    return words + "undecided whether it helps; more --samples narrow the interval"
+    return words + "undecided whether it helps; more --samples would narrow the interval"
 
 
 def recommendations(found: Diagnosis, folds: Sequence[FoldRow], *, target: str = "W8A8") -> tuple[SmoothingAdvice, ...]:
@@ -138,5 +138,5 @@ def _reading(row: ChannelRow, folds: Sequence[FoldRow]) -> list[FoldRow]:
 
 
 def _parent(module: str) -> str:
-    """The module that holds a module: names are PyTorch's dotted paths."""
+    """The module that contains a module: names are PyTorch's dotted paths."""
     return module.rpartition(".")[0]

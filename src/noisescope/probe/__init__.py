@@ -1,1 +1,1 @@
-"""The probe: the one place that alters a model, and the noise it puts there."""
+"""The probe: the only code that modifies a model, and the noise it injects."""

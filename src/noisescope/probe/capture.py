@@ -1,4 +1,4 @@
-"""`capture`: what flows through chosen operators, as running statistics per channel or as the tensors themselves.
+"""`capture`: records the values at chosen operators, as running statistics per channel or as tensors.
 
 Statistics take memory for the channels only, however many samples pass. A channel is the last dimension; inside
 attention (products, softmax) it is the head.
@@ -55,7 +55,7 @@ def capture(
 
 
 class Capture:
-    """Takes in what operators give, and where raw tensors are wanted what they get."""
+    """Collects the outputs of operators and, for raw tensors, their inputs."""
 
     def __init__(
         self,
@@ -90,13 +90,13 @@ class Capture:
         return self._scope
 
     def tokens(self, mask: Tensor | None) -> None:
-        """Which tokens [B, T] of the forwards that follow count for statistics (None = all): leave out padding."""
+        """Which tokens [B, T] of the following forwards count for statistics (None = all), to exclude padding."""
         if mask is not None and mask.dim() != 2:
-            raise InvalidInput(f"a token mask has the shape [batch, tokens], got {tuple(mask.shape)}")
+            raise InvalidInput(f"a token mask must have the shape [batch, tokens], got {tuple(mask.shape)}")
         self._mask = None if mask is None else mask.bool()
 
     def quantile_rows(self, samples: Tensor | None) -> None:
-        """Which samples [B] of the forwards that follow go into the histograms (None = all): they cost the most."""
+        """Which samples [B] of the following forwards enter the histograms (None = all), which cost the most."""
         self._sampled = None if samples is None else samples.bool()
 
     def __enter__(self) -> Captured:
@@ -134,7 +134,7 @@ class Capture:
         return kept.to(self._device) if self._device not in (None, str(kept.device)) else kept.clone()
 
     def _rows(self, y: Tensor, call: RecordedCall, sampled: Tensor | None) -> Tensor:
-        """Rows [R, C] that count: heads last inside attention, no masked tokens, of the sampled samples only."""
+        """The rows [R, C] that count: heads last inside attention, without masked tokens, of sampled samples only."""
         if call.by_head and y.dim() == 4:
             y = y.transpose(1, 3).transpose(1, 2)  # [B, H, T, S] -> [B, T, S, H]
         mask = self._mask
@@ -155,11 +155,11 @@ class ChannelStatistics:
     maximum: Tensor | None = None  # max |x|, [C]
     mean: Tensor | None = None
     mean_abs: Tensor | None = None
-    histogram: LogHistogram | None = None  # where quantiles were asked for
+    histogram: LogHistogram | None = None  # if quantiles were requested
     _spread: Tensor | None = field(default=None, repr=False)  # sum of squared deviations
 
     def add(self, rows: Tensor) -> None:
-        """Take in rows [R, C]."""
+        """Add rows [R, C]."""
         if rows.shape[0] == 0:
             return
         values = rows.detach().float()  # sums over the rows of one call in float32, over calls in float64
@@ -199,7 +199,7 @@ class ChannelStatistics:
 
 @dataclass
 class Captured:
-    """What a capture saw, by site."""
+    """The captured values, by site."""
 
     statistics: dict[Site, ChannelStatistics] = field(default_factory=dict)
     raw: dict[Site, list[tuple[tuple[Tensor, ...], Tensor]]] = field(default_factory=dict)  # (inputs, output) per call
@@ -217,7 +217,7 @@ class LogHistogram:
         self.counts = torch.zeros(channels, BINS, dtype=torch.int64, device=device)
 
     def add(self, rows: Tensor) -> None:
-        """Take in rows [R, C]."""
+        """Add rows [R, C]."""
         if rows.shape[0] == 0:
             return
         bits = rows.detach().abs().float().contiguous().view(torch.int32)

@@ -19,7 +19,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 @functools.cache
 def _kernel() -> Any | None:
-    """The compiled kernel, or None where Triton is not installed."""
+    """The compiled kernel, or None if Triton is not installed."""
     try:
         import triton
         import triton.language as tl
@@ -49,7 +49,7 @@ def _kernel() -> Any | None:
 
 
 def usable(y: Tensor, size: Tensor | None) -> bool:
-    """Whether the kernel can take this tensor; `size` is None or one number a row."""
+    """Whether the kernel can process this tensor; `size` is None or one number per row."""
     if _kernel() is None or y.dtype not in _DTYPES or not y.is_contiguous() or y.numel() == 0:
         return False
     return size is None or size.shape[-1] == 1

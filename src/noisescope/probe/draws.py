@@ -1,4 +1,4 @@
-"""Random numbers that belong to (seed, site, sample, position, channel): no generator, no order of calls.
+"""Random numbers that depend only on (seed, site, sample, position, channel): no generator, no call order.
 
 A row's numbers are a window on a fixed tape of normals. The window's offset is a hash of the row's key and the site's
 key, so it is a pure function of what the row *is*. Reading a tape costs a tenth of drawing normals; hashing the offset
@@ -98,7 +98,7 @@ class Rows:
         return self._keys[device]
 
     def numbered_keys(self, count: int, device: torch.device) -> Tensor:
-        """Keys of rows known only by their number in this forward."""
+        """Keys of rows identified only by their number in this forward."""
         known = (count, device)
         if known not in self._keys:
             index = torch.arange(count, device=device)
@@ -165,7 +165,7 @@ class Rows:
 
 
 class Draw:
-    """What a perturbation may ask for: numbers of this site and these rows, in the shape of its tensor."""
+    """What a perturbation can request: numbers for this site and these rows, in the shape of its tensor."""
 
     __slots__ = ("_key", "_layout", "_rows", "overwrite", "scratch", "tensor")
 
@@ -205,7 +205,7 @@ class Draw:
         return torch.addcmul(y, size, z, value=scale)
 
     def _room(self, like: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """Room for as many numbers as `like` has, made once a forward: fresh pages cost more than reading the tape."""
+        """A buffer for as many numbers as `like` has, created once per forward: fresh pages cost more than the tape."""
         if self.scratch is None:
             return None
         known = (like.numel(), dtype, like.device)
@@ -216,7 +216,7 @@ class Draw:
     def _window(self, kind: str, like: Tensor, *, reuse: bool = False) -> Tensor:
         """Numbers in the shape of `like`; with `reuse` they are overwritten by this forward's next draw."""
         if not like.is_floating_point():
-            raise InvalidInput(f"noise falls on floating-point tensors; this one is {like.dtype}")
+            raise InvalidInput(f"noise applies only to floating-point tensors; this one is {like.dtype}")
         if like.numel() == 0:
             return torch.empty_like(like)
         keys = self.keys(like)

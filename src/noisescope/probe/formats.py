@@ -84,19 +84,19 @@ class Format:
         if kind is not None and kind not in _GRANULARITIES:
             raise unknown("granularity", kind, _GRANULARITIES)
         if name in _CAST and kind is not None:
-            raise InvalidInput(f"{name} is a plain cast without a scale; granularity must be None, got {kind!r}")
+            raise InvalidInput(f"{name} is a plain cast without a scale, so granularity must be None, got {kind!r}")
         if block is not None and (kind not in (None, "group") or size not in (None, block)):
             raise InvalidInput(
-                f"{name} has fixed blocks of {block}; leave granularity and group_size out, got {kind!r} and {size!r}"
+                f"{name} has fixed blocks of {block}; omit granularity and group_size, got {kind!r} and {size!r}"
             )
         if kind is None:
             kind = "group" if block is not None else "tensor" if name in _INT_MAX else None
         if kind == "group":
             size = (block or 128) if size is None else size
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise InvalidInput(f"group_size must be a whole number of at least 1, got {size!r}")
+                raise InvalidInput(f"group_size must be an integer of at least 1, got {size!r}")
         elif size is not None:
-            raise InvalidInput(f"group_size only goes with granularity 'group', got {size!r} with {kind!r}")
+            raise InvalidInput(f"group_size requires granularity 'group', got {size!r} with {kind!r}")
         for field, value in (("name", name), ("granularity", kind), ("group_size", size)):
             object.__setattr__(self, field, value)
 

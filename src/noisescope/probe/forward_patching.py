@@ -1,10 +1,10 @@
-"""The one scope that alters a model: it puts a wrapper before the `forward` of chosen modules, and takes it away again.
+"""The one scope that modifies a model: it wraps the `forward` of chosen modules, and unwraps it again.
 
-An instance attribute `forward` is what works everywhere: forward hooks are ignored by already compiled code and have no
-say over what a module's functions do. What stood in `module.__dict__` before (accelerate keeps its own forward there)
-is called by the wrapper and put back on leaving. State hangs on the scope and its wrappers, never in a thread-local:
-on a GPU, backward passes and recomputations run in autograd's own threads. A scope has one owner: the thread, and in it
-the asyncio task, that opened it; all others are refused. A recomputation belongs to the forward it repeats, whatever
+An instance attribute `forward` works everywhere: already compiled code ignores forward hooks, and hooks can't control
+the functions a module calls. A `forward` that was already in `module.__dict__` (accelerate keeps its own there) is
+called by the wrapper and restored on leaving. State is kept on the scope and its wrappers, never in a thread-local: on
+a GPU, backward passes and recomputations run in autograd's own threads. A scope has one owner: the thread, and in it
+the asyncio task, that opened it; all others are rejected. A recomputation belongs to the forward it repeats, whatever
 thread it runs in.
 """
 
@@ -36,7 +36,7 @@ Caller = tuple[int, "asyncio.Task[Any] | None"]
 
 
 def caller() -> Caller:
-    """This thread, and the coroutine that it runs now (an asyncio task), if any."""
+    """This thread, and the coroutine (asyncio task) it is running, if any."""
     running = asyncio._get_running_loop() is not None
     return get_ident(), asyncio.current_task() if running else None
 
@@ -47,7 +47,7 @@ def unwrap(model: Any) -> nn.Module:
 
 
 class _Running:
-    """What one thread runs on a model now."""
+    """What one thread is running on a model."""
 
     __slots__ = ("context", "forward", "inside", "owner")
 
@@ -59,11 +59,11 @@ class _Running:
 
 
 class ModelScope:
-    """Opens a model on `with`, closes it without a trace. Subclasses say what happens at each operator."""
+    """Opens a model on `with`, and closes it without a trace. Subclasses define what happens at each operator."""
 
     acts_as_device = False  # whether scopes opened later see what this one does to functions: see DeviceCallMode
     any_order = False  # whether it may be left before scopes opened inside it; its wrappers pass everything on then
-    any_thread = False  # whether others than its owner may call the model, one thread at a time
+    any_thread = False  # whether threads other than its owner may call the model, one at a time
 
     def __init__(self, model: nn.Module, anatomy: Anatomy | None = None) -> None:
         self.model = unwrap(model)
@@ -82,18 +82,18 @@ class ModelScope:
     # -- for subclasses
 
     def target_at(self, unit: Unit, operator: str) -> Target | None:
-        """What to do at an operator of a unit; None leaves it alone.
+        """What to do at an operator of a unit; None leaves it unchanged.
 
-        Of an attention module FUSED is asked for, too: a fused call as a whole, or None for the operators in it.
+        Attention modules are also asked for FUSED: a fused call as a whole, or None for the operators inside it.
         """
         raise NotImplementedError
 
     def shortcut(self, block: int, x: Any) -> Any:
-        """What a block is to give without being run; RUN runs it."""
+        """A block's output without running it; RUN runs it."""
         return RUN
 
     def sleeps(self) -> bool:
-        """Whether a call that starts now passes by as if the scope were shut."""
+        """Whether a call that starts now is ignored, as if the scope were closed."""
         return False
 
     # -- threads
@@ -107,7 +107,7 @@ class ModelScope:
 
     @property
     def context(self) -> Context | None:
-        """The forward that this thread runs now."""
+        """The forward that this thread is running."""
         return self._mine().context
 
     @context.setter
@@ -119,7 +119,7 @@ class ModelScope:
 
     @property
     def owner(self) -> OperatorCalls | None:
-        """The function mode in charge of this thread now."""
+        """The function mode in charge of this thread."""
         return self._mine().owner
 
     @owner.setter
@@ -142,7 +142,7 @@ class ModelScope:
         else:
             who, cure = "thread (nn.DataParallel calls replicas that way)", "run it in the thread that opened the scope"
         return ModelHeld(
-            f"this model is held by a noisescope scope of another {who}: {cure}, or give each its own copy"
+            f"this model is in use by a noisescope scope of another {who}: {cure}, or give each its own copy"
         )
 
     def _others(self) -> list[_Running]:
@@ -159,8 +159,8 @@ class ModelScope:
         with _claiming:
             if any(forward or running.forward for running in self._others()):
                 raise ModelHeld(
-                    f"two threads use this {type(self.model).__name__} at once, but a forward has the model "
-                    "to itself: give each thread its own copy, or let one wait for the other"
+                    f"two threads use this {type(self.model).__name__} at the same time, but a scope allows one "
+                    f"forward at a time: give each thread its own copy, or let one wait for the other"
                 )
             running = self._mine()
             running.inside = True
@@ -172,19 +172,19 @@ class ModelScope:
         modules = dict(self.model.named_modules(remove_duplicate=False))
         with _entering:
             if self.owned_by is not None:
-                raise ModelHeld("this scope is open already; make a new one for each `with`")
+                raise ModelHeld("this scope is already open; create a new one for each `with`")
             name = type(self.model).__name__
             for module in self.model.modules():
                 held = scopes_on(module)
                 if held and held[0].held_elsewhere:
                     raise ModelHeld(
-                        f"another thread or coroutine holds a scope on this {name}. "
-                        "Give each its own copy of the model, or wait until that scope is left."
+                        f"another thread or coroutine has a scope open on this {name}. Give each its own copy of "
+                        f"the model, or wait until that scope closes."
                     )
                 if len(held) >= _MOST_NESTED:
                     raise ModelHeld(
-                        f"{len(held)} noisescope scopes are open on this {name} already, and a forward through more "
-                        f"would pass Python's recursion limit ({sys.getrecursionlimit()}): leave some of them first"
+                        f"{len(held)} noisescope scopes are already open on this {name}, and a forward through more "
+                        f"would exceed Python's recursion limit ({sys.getrecursionlimit()}): close some of them first"
                     )
             self.owned_by = caller()
             self._devices = None
@@ -198,7 +198,7 @@ class ModelScope:
                 raise
 
     def _install(self, modules: dict[str, nn.Module]) -> None:
-        """Put targets at every selected operator; modules that have a wrapper already keep it."""
+        """Install targets at every selected operator; modules that already have a wrapper keep it."""
         targets = [
             (unit, operator, self.target_at(unit, operator))
             for unit in self.anatomy.units
@@ -230,7 +230,7 @@ class ModelScope:
         self._wrap(self.model, MODULE).root = True
 
     def _shield(self, modules: dict[str, nn.Module]) -> None:
-        """Operators inside a watched module are their own business: the watcher must not see how they are made."""
+        """Hide the operators inside an observed module: the observer must not see how they are implemented."""
         watching = {module for module, wrapper in self._wrappers.items() if wrapper.kind != MODULE}
         watched = {name for name, module in modules.items() if module in watching}
         for unit in self.anatomy.units:
@@ -256,7 +256,7 @@ class ModelScope:
         return any(module.__dict__.get("forward") is not wrapper for module, wrapper in self._wrappers.items())
 
     def _close(self) -> None:
-        """Put back what stood there. Never raises before every module is restored."""
+        """Restore what was there before. Never raises before every module is restored."""
         strangers = []
         if self.mode is not None:
             mode, self.mode = self.mode, None
@@ -272,7 +272,7 @@ class ModelScope:
         self.owned_by = None
         if strangers and not self.any_order:
             raise ModelHeld(
-                "scopes must be left in the reverse order of entering: another wrapper was put on "
+                "scopes must close in the reverse order of opening: another wrapper was put on "
                 f"{type(strangers[0].module).__name__} inside this scope and is still there"
             )
 
@@ -304,12 +304,12 @@ class ModelScope:
         """
         ids = samples if isinstance(samples, Tensor) else torch.tensor(list(samples))
         if ids.dim() != 1 or ids.is_floating_point() or ids.numel() == 0:
-            raise InvalidInput(f"samples must be a list of ints, one for each row of the batch; got {samples!r}")
+            raise InvalidInput(f"samples must be a list of ints, one per row of the batch; got {samples!r}")
         self._named = (ids, positions)
         self._next_position = positions if isinstance(positions, int) else 0
 
     def number_from(self, number: int) -> None:
-        """Number the forwards that follow from here on: what unnamed rows draw is a function of that number."""
+        """Number the following forwards from here: the draws of unnamed rows depend on that number."""
         self.forwards = number
 
     def new_context(self, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Context:
@@ -334,7 +334,7 @@ class ModelScope:
     ) -> tuple[Tensor, Tensor]:
         tokens = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.dim() >= 2), None)
         if tokens is None:
-            raise InvalidInput("rows() names a batch, but the model was called without a tensor of [batch, tokens]")
+            raise InvalidInput("rows() was called, but the model received no tensor of shape [batch, tokens]")
         for name in ("input_ids", "inputs_embeds"):
             if isinstance(kwargs.get(name), Tensor):
                 tokens = kwargs[name]
@@ -359,7 +359,7 @@ class ModelScope:
         return self.recalled(wrapper, x) if in_backward() else self.new_context()
 
     def recalled(self, wrapper: ForwardWrapper, x: Any) -> Context:
-        """The forward that autograd recomputes now (gradient checkpointing): the same rows, and no tally."""
+        """The forward that autograd is recomputing (gradient checkpointing): the same rows, and no tally."""
         ours = self.any_thread or not self.held_elsewhere or (_is_autograds_thread() and not wrapper.root)
         known = ours or wrapper.knows(x)  # a whole forward is recomputed from the very tensors it had
         rows = wrapper.recall(x, None if self._recalled is None else self._recalled.rows) if known else None
@@ -379,12 +379,12 @@ def _device_scopes(model: nn.Module) -> list[ModelScope]:
 
 
 def _is_autograds_thread() -> bool:
-    """Whether nobody started this thread from Python: autograd has one for each device, and others in nested calls."""
+    """Whether this thread was not started from Python: autograd has one per device, and others in nested calls."""
     return isinstance(threading.current_thread(), threading._DummyThread)
 
 
 def _parents(name: str) -> Iterator[str]:
-    """Names of the modules that hold a module, the model itself ("") among them."""
+    """Names of the modules that contain a module, including the model itself ("")."""
     while name:
         name = name.rpartition(".")[0]
         yield name

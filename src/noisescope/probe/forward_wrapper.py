@@ -1,4 +1,4 @@
-"""A wrapper for one module's `forward`: it finds the forward it runs in, then calls the original under its targets."""
+"""A wrapper for one module's `forward`: it finds the forward it runs in, then calls the original with its targets."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _REMEMBERED = 256  # forwards a module keeps for recomputation (gradient accumul
 
 
 class ForwardWrapper:
-    """What `module.__dict__["forward"]` is while a scope is open."""
+    """The value of `module.__dict__["forward"]` while a scope is open."""
 
     def __init__(self, scope: ModelScope, module: nn.Module) -> None:
         self.scope = scope
@@ -64,12 +64,12 @@ class ForwardWrapper:
         return MethodType(type(copied).forward, copied)
 
     def __reduce__(self) -> Any:
-        """A copy of the model is clean: it has the forward that stood here, or that of its class, and none of ours."""
+        """A copy of the model is clean: it has the original forward, or that of its class, and no wrapper."""
         clean = self._beneath()
         return (getattr, (self.module, "forward")) if clean is ABSENT else (operator.getitem, ((clean,), 0))
 
     def _beneath(self) -> Any:
-        """What stood here before any scope was opened."""
+        """What was there before any scope was opened."""
         replaced = self.replaced
         while isinstance(replaced, ForwardWrapper):
             replaced = replaced.replaced
@@ -82,7 +82,7 @@ class ForwardWrapper:
             self._routed = decomposed_config(self.module)
 
     def give_back(self) -> None:
-        """Put back what stood here, or what stood before that where it is out of use by now."""
+        """Restore what was there, or what was there before that if it is no longer in use."""
         replaced = self.replaced
         while isinstance(replaced, ForwardWrapper) and replaced.retired:
             replaced = replaced.replaced
@@ -92,7 +92,7 @@ class ForwardWrapper:
             self.module.__dict__["forward"] = replaced
 
     def retire(self) -> None:
-        """Pass everything through from now on, and let go of what was held (a cycle would keep device memory)."""
+        """Pass everything through from now on, and release what was held (a cycle would keep device memory)."""
         self.retired = True
         self._run = self.original  # type: ignore[method-assign]
         self.targets = {}
@@ -152,8 +152,8 @@ class ForwardWrapper:
         scope = self.scope
         if scope.context is None and in_backward():
             raise UnsupportedModel(
-                f"gradient checkpointing recomputes a part of a block that starts inside {type(self.module).__name__}, "
-                "but the functions noised there are watched from outside that part: checkpoint whole blocks instead"
+                f"gradient checkpointing recomputes part of a block, starting inside {type(self.module).__name__}, "
+                f"but noise is injected from outside that part: checkpoint whole blocks instead"
             )
         owner, scope.owner = scope.owner, None
         try:
@@ -203,7 +203,7 @@ class ForwardWrapper:
         return next(iter(self.targets.values()), {})
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], targets: dict[str, Target], context: Context) -> Any:
-        """The original forward, with its function calls watched where that is asked for."""
+        """The original forward, with its function calls observed if requested."""
         if self.kind == MODULE:
             return self.original(*args, **kwargs)
         scope = self.scope
@@ -236,7 +236,7 @@ class ForwardWrapper:
         occurrence: int,
         once: Once,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The first tensor given, perturbed or tapped."""
+        """The first tensor argument, perturbed or tapped."""
         grad = target.backward is not None and torch.is_grad_enabled()
         if not target.wants_input and not grad:
             return args, kwargs
@@ -268,7 +268,7 @@ class ForwardWrapper:
         return identity is not None and any(identity == known for known, _ in list(self._remembered))
 
     def recall(self, x: Any, preferred: Rows | None) -> Rows | None:
-        """The rows of the forward that had this very tensor as input; it is alive while its graph is.
+        """The rows of the forward that had this exact tensor as input; it is alive as long as its graph.
 
         One tensor may have been the input of several forwards: then those recalled last (by a later block) are meant.
         A part of a block that starts at a module without a target is not known by its input: then the latest are.

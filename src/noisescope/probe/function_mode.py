@@ -1,4 +1,4 @@
-"""Function calls that are operators, seen by a torch-function mode that is entered only around targeted modules."""
+"""Intercepts function calls that are operators, with a torch-function mode active only around targeted modules."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _by_name(func: Function) -> str:
 
 
 class OperatorCalls(TorchFunctionMode):
-    """Watches the functions that one module calls itself (not those its operator modules call)."""
+    """Intercepts the functions that one module calls itself (not those its operator modules call)."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class DeviceCallMode(TorchFunctionMode):
 
 
 class WeightUse(TorchFunctionMode):
-    """Puts another tensor where a module uses its own weight; the parameter itself is never touched."""
+    """Substitutes another tensor where a module uses its own weight; the parameter itself is never touched."""
 
     def __init__(self, module: nn.Module, replace: Callable[[Tensor], Tensor]) -> None:
         super().__init__()

@@ -78,7 +78,7 @@ def operands(
 
 
 def first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """The first tensor that a call is given: an operator's input, a block's hidden states."""
+    """The first tensor argument of a call: an operator's input, a block's hidden states."""
     for arg in args:
         if isinstance(arg, Tensor):
             return arg
@@ -91,7 +91,7 @@ def first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None
 def with_tensor(
     args: tuple[Any, ...], kwargs: dict[str, Any], old: Any, new: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The same arguments with one tensor, wherever it is given, in the place of another."""
+    """The same arguments with one tensor replaced by another, wherever it is."""
     return tuple(new if arg is old else arg for arg in args), {
         name: new if arg is old else arg for name, arg in kwargs.items()
     }

@@ -1,4 +1,4 @@
-"""`inject`: noise in a model for the length of a `with` block, counted, and nothing left behind."""
+"""`inject`: noise in a model inside a `with` block, counted, without leaving a trace."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WEIGHTED = ("linear", "norm", "embedding")
 
 
 def inject(model: nn.Module, injection: Injection, *, anatomy: Anatomy | None = None) -> Probe:
-    """A scope in which `injection` falls on `model`.
+    """A scope that applies `injection` to `model`.
 
         with inject(model, Injection(Gaussian(0.05), operators={"softmax"}, layers={9})) as tally:
             model(tokens)
@@ -75,7 +75,7 @@ class Probe(ModelScope):
             self.check()
 
     def update(self, injection: Injection) -> None:
-        """Swap what is injected, between steps; the tally goes on."""
+        """Replace the injection between steps; the tally continues."""
         previous, self.injection = self.injection, injection
         try:
             self._check_targets()
@@ -87,7 +87,7 @@ class Probe(ModelScope):
             raise
 
     def reseed(self, seed: int) -> None:
-        """Other draws of the same injection from here on: all targets stay, so this costs next to nothing."""
+        """Use other draws of the same injection from here on: all targets stay, so this costs almost nothing."""
         if seed == self.injection.seed:
             return
         self.injection = dataclasses.replace(self.injection, seed=seed)
@@ -98,7 +98,7 @@ class Probe(ModelScope):
                         target.reseed(seed)
 
     def sleeps(self) -> bool:
-        """Decided where a forward starts: inside it, checkpointing may run blocks without gradients at first."""
+        """Decided when a forward starts: inside it, checkpointing may first run blocks without gradients."""
         started = self.context is not None or in_backward()
         return self.gradients_only and not started and not torch.is_grad_enabled()
 
@@ -107,14 +107,15 @@ class Probe(ModelScope):
             return None
         if unit.packed and self.injection.tensor == "weight":
             raise InvalidInput(
-                f"{unit.module} is a {unit.packed} whose weight is packed: noise can fall on its output or input only"
+                f"{unit.module} is a {unit.packed} whose weight is packed: noise can only be injected into its "
+                f"output or input"
             )
         if not self._has_tensor(operator):
             return None
         return OperatorTarget(unit, operator, self.injection, self.count_of(unit, operator))
 
     def count_of(self, unit: Unit, operator: str) -> SiteCount:
-        """The tally's entry for an operator of a unit, made when first asked for."""
+        """The tally's entry for an operator of a unit, created on first request."""
         key = (operator, unit.place, unit.module)
         if key not in self._counts:
             self._counts[key] = SiteCount(
@@ -143,7 +144,7 @@ class Probe(ModelScope):
     # -- checks
 
     def _check_targets(self) -> None:
-        """Refuse before the run what can't be hit: a layer out of range, an operator the model lacks."""
+        """Reject before the run what can't be hit: a layer out of range, an operator the model lacks."""
         self.anatomy.check_layers([*self.injection.named_places, *self.injection.layer_multipliers])
         names = {unit.module for unit in self.anatomy.units}
         for pattern in self.injection.modules or ():
@@ -157,7 +158,9 @@ class Probe(ModelScope):
         if self.injection.tensor == "weight" and not any(op in WEIGHTED for op, _ in hit):
             raise NothingInjected("tensor='weight' needs an operator with a weight: linear, norm or embedding")
         if self.injection.tensor == "input" and hit and all(op == "embedding" for op, _ in hit):
-            raise InvalidInput("the input of embedding is token ids (integers): noise falls on floating-point tensors")
+            raise InvalidInput(
+                "the input of embedding is token ids (integers), but noise applies only to floating-point tensors"
+            )
         for name in sorted(self.injection.operators or ()):
             if not any(matches_operator({name}, op, unit.component) for op, unit in hit):
                 raise NothingInjected(self._why_not(name))
@@ -175,20 +178,20 @@ class Probe(ModelScope):
             return f"{what} does not exist in {self.anatomy.architecture}: it computes {', '.join(present)}"
         places = ", ".join(p for p in OUTER_PLACES if any(u.place == p for u in units))
         return (
-            f"{what} is left after narrowing by layers, places and modules in {self.anatomy.architecture}: "
+            f"{what} matches the given layers, places and modules in {self.anatomy.architecture}: "
             f"blocks 0 to {len(self.anatomy.blocks) - 1}, and {places}. See `noisescope inspect` for names; "
             "MoE routers need modules=..., rotary angles places={'rotary'}."
         )
 
     def check(self) -> None:
-        """Raise NothingInjected unless everything targeted by name was hit, and what was hit changed."""
+        """Raise NothingInjected unless every explicitly named target was hit and changed."""
         tally, injection = self.tally, self.injection
         if not self.forwards:
             raise NothingInjected("the model was not called inside the scope, so nothing was injected")
         if injection.phases == {"backward"} and not tally.backward:
             raise NothingInjected(
-                "phases={'backward'}, but no backward pass ran inside the scope, or nothing targeted needs a gradient: "
-                "call loss.backward() before leaving it"
+                "phases={'backward'}, but no backward pass ran inside the scope, or nothing targeted requires a "
+                "gradient: call loss.backward() inside the scope"
             )
         if not tally.forward and not tally.backward:
             raise NothingInjected(f"nothing fired in {self.forwards} forward(s): {self._silent_reason()}")
@@ -206,7 +209,7 @@ class Probe(ModelScope):
         self.check_effects()
 
     def check_effects(self) -> None:
-        """Raise where an operator that must have run was never seen, or where all noise rounded away."""
+        """Raise if an operator that must have run was never observed, or if all noise was lost to rounding."""
         self._check_unseen()
         fired = [site for site in self.tally.sites if site.total]
         if fired:
@@ -214,10 +217,10 @@ class Probe(ModelScope):
             self._warn_of_rounding()
 
     def _check_unseen(self) -> None:
-        """A module that must compute an operator ran, but the operator was never seen: a kernel we don't know."""
+        """A module that must compute an operator ran, but the operator was not observed: an unknown kernel."""
         for (operator, _, module), count in self._counts.items():
             if count.total == 0 and (operator, module) in self._ran and "forward" in self.injection.phases:
-                raise NothingInjected(f"{module} ran, but its {operator} was never seen: {self._silent_reason()}")
+                raise NothingInjected(f"{module} ran, but its {operator} was never observed: {self._silent_reason()}")
 
     def fired(self, name: str) -> list[SiteCount]:
         """The sites of an operator or group that fired."""
@@ -227,12 +230,12 @@ class Probe(ModelScope):
 
     def _silent_reason(self) -> str:
         return (
-            "its functions are not called where noisescope looks (a custom fused kernel?). `noisescope inspect` shows "
-            "what is visible; eager attention (attn_implementation='eager') makes softmax and matmul visible"
+            "noisescope can't intercept its functions (a custom fused kernel?). `noisescope inspect` shows what is "
+            "visible; eager attention (attn_implementation='eager') makes softmax and matmul visible"
         )
 
     def _check_rounding(self, sites: list[SiteCount], what: str) -> None:
-        """Noise that rounds away at every target is zero injection."""
+        """Noise that is lost to rounding at every target counts as zero injection."""
         for phase in PHASES:
             fired = [site for site in sites if getattr(site, phase)]
             rounded = [site for site in fired if phase in site.rounded_away]
@@ -241,12 +244,12 @@ class Probe(ModelScope):
         looked = [pair for site in sites if not site.control for pair in site.samples if int(pair[1])]
         if looked and not any(int(changed) for changed, _ in looked):
             raise NoiseRoundsAway(
-                f"{what}: {self.injection.perturbation!r} fired but changed none of the elements looked at, so the "
-                "result is clean: the numbers are of this format already, or the noise is too small for their dtype"
+                f"{what}: {self.injection.perturbation!r} fired but changed none of the sampled elements, so the "
+                f"result is clean: the values are already in this format, or the noise is too small for their dtype"
             )
 
     def _warn_of_rounding(self) -> None:
-        """Where noise rounds away in some places only, say so and go on."""
+        """If noise is lost to rounding in some places only, warn and continue."""
         for phase in PHASES:
             rounded = [site for site in self.tally.sites if phase in site.rounded_away]
             if rounded:
@@ -256,6 +259,7 @@ class Probe(ModelScope):
     def _rounding_words(self, site: SiteCount, phase: str) -> str:
         scale, floor, dtype = site.rounded_away[phase]
         return (
-            f"noise of scale {scale:g} rounds away in {dtype}: numbers there are spaced by more than that. "
-            f"The smallest scale that survives is {floor:.4g}; raise it, or compute in a finer dtype"
+            f"noise of scale {scale:g} is lost to rounding in {dtype}, whose numbers are spaced further apart than "
+            f"that. The smallest scale that has an effect is {floor:.4g}; raise the scale, or use a "
+            f"higher-precision dtype"
         )

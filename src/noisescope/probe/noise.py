@@ -1,4 +1,4 @@
-"""Perturbations: noise of a stated size, and the two ways arithmetic goes wrong on purpose.
+"""Perturbations: noise of a stated size, and two systematic errors.
 
 Each is a value and a function (tensor, draw) -> tensor; any callable of that form is a perturbation too.
 """
@@ -86,7 +86,7 @@ class Rounding:
     output's dtype differs by its float32 summation error, which is about 1/100 of the spacing (ulp) of bfloat16
     numbers. Rounding to nearest turns a difference of d ulp into a move by one whole ulp with probability d: an
     unbiased error. The output of the clean run is already rounded and nothing finer is known of it, so the move itself
-    is drawn. In float32 the result is at hand to the last bit, and a move is one ulp there, too.
+    is drawn. In float32 the result is known to the last bit, and a move is one ulp there too.
 
     This seeds the difference; the model's own arithmetic makes the rest. Later operators round inputs that now differ
     a little, their rounding errors become independent of the clean run's within a few layers, and the difference

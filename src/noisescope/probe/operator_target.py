@@ -1,7 +1,8 @@
-"""What is done at one operator of one unit: a perturbation falls on it, or its calls are reported.
+"""What happens at one operator of one unit: a perturbation is applied, or its calls are reported.
 
 Gradients pass a forward perturbation unchanged: a rounding error has no derivative (straight-through). A backward
-perturbation falls on the gradient of each input and of the weight as this use of it produced it, so tied weights and
+perturbation is applied to the gradient of each input and of the weight as this use of it produced it, so tied weights
+and
 accumulated gradients get their noise once per use.
 """
 
@@ -27,7 +28,7 @@ from noisescope.sites import Site
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Before = Callable[[RecordedCall], Tensor | Arguments | None]
 
-_SAMPLED_ROWS = 16  # rows looked at to measure the share of changed elements
+_SAMPLED_ROWS = 16  # rows sampled to measure the share of changed elements
 _WEIGHT_ROWS = Rows(number=-1)  # a weight has no sample and no position: its perturbation is the same in every forward
 
 
@@ -80,7 +81,7 @@ class OperatorTarget:
         self._new = {"forward", "backward"}  # phases in which this target has not fired yet
 
     def reseed(self, seed: int) -> None:
-        """Draw by another seed; keys that were hashed with the one before are forgotten."""
+        """Draw with another seed; keys hashed with the previous one are discarded."""
         self.seed = seed
         self._keys.clear()
 
@@ -128,7 +129,8 @@ class OperatorTarget:
     ) -> Tensor:
         if not y.is_floating_point():
             raise InvalidInput(
-                f"the {tensor} of {self.unit.site(self.operator)} is {y.dtype}; noise falls on floating-point tensors"
+                f"the {tensor} of {self.unit.site(self.operator)} is {y.dtype}; noise applies only to "
+                f"floating-point tensors"
             )
         draw = Draw(rows, self.key(tensor, "forward", occurrence), layout=layout, tensor=tensor)
         draw.scratch = context.scratch
@@ -177,7 +179,7 @@ class OperatorTarget:
         return self._mask
 
     def _note_change(self, before: Tensor, after: Tensor) -> None:
-        """Count changed elements on the device; they are read when asked for, so nothing waits for the device here.
+        """Count changed elements on the device; they are read on demand, so nothing synchronises here.
 
         Exact zeros are left out: relative noise can't change them (masked attention, padding).
         """
@@ -222,9 +224,9 @@ class OperatorTarget:
 
 
 class CallListener:
-    """Stands where a target does, and reports whole calls of one operator of one unit.
+    """Takes the place of a target, and reports whole calls of one operator of one unit.
 
-    `before` gets a call that is about to be made, and may give another first tensor, or all arguments anew as a pair
+    `before` gets a call that is about to be made, and may give another first tensor, or all arguments as a new pair
     (args, kwargs); `on_call` one that was made, and may give another output. None leaves things as they are.
     `rerun(callee, *args, **kwargs)` makes a call again. `recomputed` says whether calls that gradient checkpointing
     repeats are reported as well. A call that `before` or `on_call` itself makes of the same operator is reported only

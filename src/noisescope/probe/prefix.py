@@ -1,8 +1,8 @@
 """Clean prefixes: a trial whose first noisy block is 20 need not compute blocks 0 to 19 again.
 
-One clean forward of a batch keeps every block's output. In later forwards of the same batch the blocks before the first
-noisy one give what they gave then. Embedding, masks and rotary tables are still computed by the model's own code, so
-nothing here knows an architecture.
+One clean forward of a batch stores every block's output. In later forwards of the same batch the blocks before the
+first noisy one return the stored output. Embedding, masks and rotary tables are still computed by the model's own code,
+so this file needs no knowledge of architectures.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def first_noisy_block(injection: Injection, anatomy: Anatomy) -> int:
 
 
 class Prefix(ModelScope):
-    """A scope that keeps block outputs and lets forwards start behind them.
+    """A scope that stores block outputs and lets forwards start after them.
 
     with Prefix(model) as prefix:
         with prefix.recording("first batch"):
@@ -64,7 +64,7 @@ class Prefix(ModelScope):
 
     @contextlib.contextmanager
     def recording(self, batch: Hashable) -> Iterator[None]:
-        """The forward inside is clean, and its block outputs are kept under the batch's name."""
+        """The forward inside is clean, and its block outputs are stored under the batch's name."""
         self._batch = self._kept[batch] = {}
         self._recording = True
         try:
@@ -74,7 +74,7 @@ class Prefix(ModelScope):
 
     @contextlib.contextmanager
     def starting_at(self, block: int, batch: Hashable) -> Iterator[None]:
-        """Forwards of this batch inside begin with `block`, where that is possible."""
+        """Forwards of this batch inside start at `block`, if possible."""
         self._batch = self._kept.get(batch, {})
         self._start = block if self.usable(batch) else 0
         try:

@@ -1,4 +1,4 @@
-"""One call of an operator as a value: what was called, what it was given, what it gave, and how to make it again."""
+"""One call of an operator as a value: what was called, its arguments, its output, and how to repeat it."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ class RecordedCall:
 
     @property
     def first_input(self) -> Tensor | None:
-        """The first tensor given."""
+        """The first tensor argument."""
         return first_tensor(self.args, self.kwargs)
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
-        """The tensors it computes from, the weight of a linear apart: both factors of a product, else one."""
+        """The tensors it computes from, without the weight of a linear: both factors of a product, else one."""
         if isinstance(self.callee, nn.Module) or self.operator == FUSED:
             found: list[Any] = [self.first_input]
         else:
@@ -64,7 +64,7 @@ class RecordedCall:
 
     @property
     def output_tensor(self) -> Tensor | None:
-        """The tensor given back, or the first of several: a block's hidden states come first."""
+        """The returned tensor, or the first of several: a block's hidden states come first."""
         first = self.output[0] if isinstance(self.output, (tuple, list)) and self.output else self.output
         return first if isinstance(first, Tensor) else None
 
@@ -105,7 +105,7 @@ class RecordedCall:
         return self.rerun(self.callee, *args, **kwargs)
 
     def again(self, x: Tensor, **changed: Any) -> Tensor:
-        """What the same call gives for another first tensor."""
+        """The output of the same call for another first tensor."""
         args, kwargs = with_tensor(self.args, self.kwargs, self.first_input, x)
         y = self.repeat(*args, **(kwargs | changed))
         return y[0] if isinstance(y, (tuple, list)) else y  # type: ignore[no-any-return]

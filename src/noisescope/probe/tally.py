@@ -1,4 +1,4 @@
-"""What a scope really did: counts per operator, place and module, and the share of elements that changed."""
+"""What a scope actually did: counts per operator, place and module, and the share of elements that changed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Group = TypeVar("Group", int | str, str)
 
 @dataclass
 class Counts:
-    """How often a perturbation fell on something, per phase."""
+    """How often a perturbation was applied, per phase."""
 
     forward: int = 0
     backward: int = 0
@@ -34,11 +34,11 @@ class SiteCount(Counts):
     module: str = ""
     rounded_away: dict[str, tuple[float, float, str]] = field(default_factory=dict)  # phase: scale, smallest, dtype
     control: bool = False  # scale 0 on purpose: the clean decomposed path, or a layer muted by its multiplier
-    samples: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # elements changed, and looked at (on device)
+    samples: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # elements changed, and sampled (on device)
     looked: set[tuple[str, str, Place]] = field(default_factory=set, repr=False)  # shared by all sites of a tally
 
     def look(self, phase: str) -> bool:
-        """Whether to sample here: the first module of each operator in each place, since looking costs launches."""
+        """Whether to sample here: the first module of each operator in each place, because sampling costs time."""
         key = (phase, self.operator, self.place)
         if key in self.looked:
             return False
@@ -48,14 +48,14 @@ class SiteCount(Counts):
 
 @dataclass
 class Tally:
-    """The count of a scope; it grows while the scope is open."""
+    """The counts of a scope; they grow while it is open."""
 
     sites: list[SiteCount] = field(default_factory=list)
     looked: set[tuple[str, str, Place]] = field(default_factory=set, repr=False)
     forced_eager: bool = False  # torch.compile was met inside the scope, and the model ran eagerly
 
     def look_again(self) -> None:
-        """Under another injection each site is sampled anew, and what rounded away before says nothing."""
+        """Under another injection each site is sampled again, and earlier rounding results no longer apply."""
         self.looked.clear()
         for site in self.sites:
             site.control = False
@@ -86,7 +86,7 @@ class Tally:
 
     @property
     def changed(self) -> float | None:
-        """The share of elements really changed, in the first rows of each operator and place (None: nothing fired)."""
+        """The share of elements actually changed, in the first rows of each operator and place; None: nothing fired."""
         looked = sum(int(count) for site in self.sites for _, count in site.samples)
         if not looked:
             return None
@@ -105,9 +105,9 @@ class Tally:
         share = self.changed
         lines = [f"{self.forward} forward and {self.backward} backward injections"]
         if share is not None:
-            lines[0] += f", {share:.1%} of the non-zero elements looked at changed"
+            lines[0] += f", {share:.1%} of the sampled non-zero elements changed"
         for operator, counts in self.per_operator.items():
             lines.append(f"  {operator:<10} forward {counts.forward:>7}  backward {counts.backward:>7}")
         if self.forced_eager:
-            lines.append("  torch.compile was set aside: the model ran eagerly inside the scope")
+            lines.append("  torch.compile was disabled: the model ran eagerly inside the scope")
         return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Fused attention: what such a call is given, and the plain products and softmax that its kernel hides.
+"""Fused attention: the arguments of such a call, and the plain products and softmax that its kernel hides.
 
 The functions that open it only call torch.matmul and F.softmax, so the function mode that watches the targeted layer
 sees each of them as an operator. Sixteen-bit inputs are computed in float32 and rounded once at the end, which is what
@@ -17,14 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 INTERFACE_NAME = "noisescope_decomposed"
-FUSED_FUNCTION = torch._C._nn.scaled_dot_product_attention  # F's, unless somebody has replaced that
+FUSED_FUNCTION = torch._C._nn.scaled_dot_product_attention  # F's, unless it was replaced
 _BY_FUNCTION = ("sdpa", "eager", None)  # reached by watching functions; others go through the interface
 _KERNELS = ("flash", "flex", "paged")  # of transformers' own names, those of kernels that no function of torch's shows
 
 
 @dataclass(frozen=True)
 class AttentionArguments:
-    """What a fused attention call is given, by the names of F.scaled_dot_product_attention."""
+    """The arguments of a fused attention call, by the names of F.scaled_dot_product_attention."""
 
     query: Tensor  # [..., H, T, D]
     key: Tensor  # [..., KV, S, D]
@@ -97,7 +97,7 @@ def attend(
 
 
 def scaled_dot_product(*args: Any, **kwargs: Any) -> Tensor:
-    """F.scaled_dot_product_attention by plain operators (grouped queries are seen from the shapes)."""
+    """F.scaled_dot_product_attention with plain operators (grouped queries are recognised by shape)."""
     given = AttentionArguments.of(args, kwargs)
     return attend(
         given.query,
@@ -176,7 +176,7 @@ def decomposed_config(module: nn.Module) -> Any | None:
 
 
 def is_users_own(module: nn.Module) -> bool:
-    """Whether attention goes through a function that a user has registered: it may compute anything."""
+    """Whether attention goes through a function that a user has registered, which may compute anything."""
     name = getattr(getattr(module, "config", None), "_attn_implementation", None)
     return name not in _BY_FUNCTION and not str(name).startswith(_KERNELS) and "/" not in str(name)
 
@@ -192,7 +192,7 @@ def multihead(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """nn.MultiheadAttention.forward by plain operators: it calls no module and no visible softmax of its own."""
+    """nn.MultiheadAttention.forward with plain operators: it calls no module and no visible softmax of its own."""
     same = query is key and key is value
     batched = query.dim() == 3
     if not batched:

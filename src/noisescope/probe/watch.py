@@ -1,4 +1,4 @@
-"""`watch`: the calls of chosen operators, reported while the model runs. Everything that listens to a model uses it."""
+"""`watch`: reports the calls of chosen operators while the model runs. Everything that observes a model uses it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def watch(
     repeated: bool = False,
     anatomy: Anatomy | None = None,
 ) -> WatchScope:
-    """A scope in which every call of the chosen operators is reported right after it was made.
+    """A scope in which every call of the chosen operators is reported right after it happens.
 
         sizes = {}
         def on_call(call):
@@ -43,7 +43,8 @@ def watch(
             model(tokens)
 
     `on_call` gets a `RecordedCall` in the thread and at the point of the forward where the call was made. It returns
-    None, or what the model is to go on with in place of the output. Copy the tensors that you keep: the model, or noise
+    None, or a replacement for the output that the model continues with. Copy the tensors that you keep: the model, or
+    noise
     from another scope, may change them in place later. `before` gets the same call before it is made (its
     `output` is None) and may return another first tensor, or all arguments as a pair (args, kwargs).
 
@@ -79,13 +80,13 @@ def sites_of(
     places: Iterable[Place] | None,
     modules: Iterable[str] | None,
 ) -> Injection:
-    """An injection that selects what these sets select, and refuses what it would refuse; it changes nothing."""
+    """An injection that selects the same sites, and rejects what it would reject; it changes nothing."""
     sets: dict[str, Any] = {"operators": operators, "layers": layers, "places": places, "modules": modules}
     return Injection(lambda y, draw: y, **sets)
 
 
 def selected_by(injection: Injection) -> Selection:
-    """Which operators of which units an injection falls on."""
+    """Which operators of which units an injection selects."""
     return lambda unit, operator: injection.selects(unit.site(operator))
 
 

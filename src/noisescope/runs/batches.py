@@ -22,7 +22,7 @@ CHOICE = 1 << 40  # the choices of one sample draw different noise: row id = sam
 
 @dataclass(frozen=True)
 class Material:
-    """Encoded samples of one data set, with their right answers."""
+    """Encoded samples of one data set, with their correct answers."""
 
     encoded: Encoded
     kind: str  # "text", "answer", "choice", "chat"
@@ -49,7 +49,7 @@ class Material:
 
 
 def whole_samples(material: Material) -> Material:
-    """The same samples with every token scored, as texts are; of several choices, the right one."""
+    """The same samples with every token scored, as for texts; of several choices, the correct one."""
     labels = material.labels or (0,) * len(material)
     groups = zip(material.encoded.sequences, labels, strict=True)
     chosen = [(replace(group[label], start=1, final=1, choice=0),) for group, label in groups]
@@ -170,7 +170,7 @@ class SampleScores:
         return self.samples, {name: tuple(map(_finite, column)) for name, column in columns.items()}
 
     def _counted(self, piece: Piece, owners: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Tokens that averages are taken over: of several choices, those of the right one."""
+        """The tokens that averages include: of several choices, those of the correct one."""
         if self.kind != "choice":
             return np.ones(len(owners), dtype=bool)
         right: NDArray[np.bool_] = piece.choices.cpu().numpy() == np.array(self.labels)[owners]

@@ -1,4 +1,4 @@
-"""What a model computes on fixed prompts, written to disk while it runs.
+"""Records what a model computes on fixed prompts, writing to disk while it runs.
 
 A record is a folder: `record.json`, written last, and for each batch of prompts one file of sketches
 (measures/sketches.py), per-token figures of the blocks' outputs and the last token's logits. Full detail adds one file
@@ -41,7 +41,7 @@ _MOST_PENDING = 1 << 24  # group sums that wait to be folded, over all sites: 64
 
 @dataclass(frozen=True)
 class Detail:
-    """What is kept: sketches of everything, and whole tensors of some blocks, or of all places."""
+    """What is kept: sketches of everything, and full tensors of some blocks, or of all places."""
 
     full: bool = False
     full_layers: frozenset[int] = frozenset()
@@ -52,7 +52,7 @@ class Detail:
 
 
 class Recording:
-    """Sketches the outputs of one batch, and keeps them whole where that is asked for."""
+    """Sketches the outputs of one batch, and keeps full tensors if requested."""
 
     def __init__(self, shape: tuple[int, ...], first: int, detail: Detail, stem: Path) -> None:
         self.shape = (shape[0], shape[1])
@@ -80,11 +80,11 @@ class Recording:
             self.add(call.site, y, x, heads=unit.kind == ATTENTION and operator != "linear")
 
     def add(self, site: Site, y: Tensor, x: Tensor | None, *, heads: bool = False) -> None:
-        """One output, and the input it came from."""
+        """Add one output, and the input it came from."""
         y, x, shape = self._batch_first(site, y, x)
         rows = _by_token(y, shape, heads=heads)
         if rows is None:
-            self.notes.add(f"{site.operator} outputs whose rows are no tokens (experts, tables) are left out")
+            self.notes.add(f"{site.operator} outputs whose rows are not tokens (experts, tables) are not recorded")
             return
         number = len(self._sites)
         self._sites.append(site)
@@ -137,9 +137,9 @@ class Recording:
         return tuple(self._sites)
 
     def finish(self, logits: Tensor | None) -> dict[str, Tensor]:
-        """What is left to write of this batch, on the host."""
+        """What remains to be written of this batch, on the host."""
         if not self._sites:
-            raise NothingInjected("the model ran, but no operator of it was seen: see `noisescope inspect`")
+            raise NothingInjected("the model ran, but none of its operators was observed: see `noisescope inspect`")
         self._fold()
         found = zip(*(self._sketches[number] for number in range(len(self._sites))), strict=True)
         tensors = {name: torch.stack(columns) for name, columns in zip(("sketch", "size"), found, strict=True)}
@@ -164,7 +164,7 @@ def _is_recorded(unit: Unit, operator: str) -> bool:
 
 @dataclass
 class Whole:
-    """Tensors of one place, on the host; an input that is the very output of another operator is kept once."""
+    """Tensors of one place, on the host; an input that is another operator's output is stored once."""
 
     place: Place = ""
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -187,14 +187,14 @@ class Whole:
 
 
 def _by_token(y: Tensor, shape: tuple[int, int], *, heads: bool) -> Tensor | None:
-    """y as [B, T, C]; None where its rows are no tokens (experts sort them)."""
+    """y as [B, T, C]; None if its rows are not tokens (experts sort them)."""
     if heads and y.dim() == 4 and (y.shape[0], y.shape[2]) == shape:  # [B, H, T, D]
         y = y.transpose(1, 2)
     return y.flatten(2) if y.dim() >= 3 and tuple(y.shape[:2]) == shape else None
 
 
 def _written(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> dict[str, Any]:
-    """One file, and what it must look like when it is read."""
+    """One file, and its expected size and checksum."""
     with writing_into(path.parent):
         save_file(tensors, path, metadata)
         with path.open("rb") as file:
@@ -204,12 +204,14 @@ def _written(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -
 
 @contextmanager
 def writing_into(folder: Path) -> Iterator[None]:
-    """What the disk refuses (no space, no permission) is reported as the user's to mend."""
+    """Report disk errors (no space, no permission) as something the user can fix."""
     try:
         yield
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise InvalidInput(f"can't write into {folder}: {reason}. Make room, or choose another with -o") from error
+        raise InvalidInput(
+            f"can't write into {folder}: {reason}. Free some space, or choose another folder with -o"
+        ) from error
 
 
 def write_record(
@@ -249,7 +251,7 @@ def write_batches(
     about: dict[str, Any],
     fingerprint: Callable[[], str],
 ) -> Path:
-    """A record of whatever `run(ids, recording)` adds to the recording of each batch; it gives the last logits."""
+    """A record of what `run(ids, recording)` adds to the recording of each batch; `run` returns the last logits."""
     target = _new_folder(folder)
     ordered = tuple(sorted(prompts, key=len))  # stable: the same prompts give the same order on every machine
     sites: tuple[Site, ...] = ()
@@ -262,7 +264,7 @@ def write_batches(
             recording = Recording(ids.shape, first, detail, target / f"{len(batches):04d}")
             tensors = recording.finish(run(ids, recording))
             if batches and recording.sites != sites:
-                raise NothingInjected("the model called other operators on later prompts than on the first")
+                raise NothingInjected("the model called different operators on later prompts than on the first")
             sites = recording.sites
             notes |= recording.notes
             if files:
@@ -295,9 +297,9 @@ def _new_folder(folder: str | Path) -> Path:
         target.mkdir(parents=True, exist_ok=True)
         occupied = any(target.iterdir())
     if is_unfinished(target):
-        raise InvalidInput(f"an unfinished record is in {folder}: remove it, or choose another with -o")
+        raise InvalidInput(f"{folder} holds an unfinished record: remove it, or choose another folder with -o")
     if occupied:
-        raise InvalidInput(f"{folder} is not empty: a record gets a folder of its own. Remove it, or choose another")
+        raise InvalidInput(f"{folder} is not empty, and a record needs its own folder: remove it, or choose another")
     return target
 
 

@@ -1,4 +1,4 @@
-"""What a trial can measure, each a function (runner, trial) -> result, in the table `MEASURES`."""
+"""What a trial can measure: functions (runner, trial) -> result, in the table `MEASURES`."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def score(runner: TrialRunner, trial: Trial) -> Finish:
 
 @contextlib.contextmanager
 def _injecting(runner: TrialRunner, trial: Trial) -> Iterator[Probe | None]:
-    """Inside, the trial's noise is on; None for a clean trial."""
+    """A context with the trial's noise on; None for a clean trial."""
     if trial.injection is None:
         yield None
         return
@@ -65,13 +65,13 @@ def _injecting(runner: TrialRunner, trial: Trial) -> Iterator[Probe | None]:
 
 
 def generate(runner: TrialRunner, trial: Trial) -> Result:
-    """Greedy generation from the prompts, judged by exact match: the answers a user would see."""
+    """Greedy generation from the prompts, scored by exact match: the answers a user would see."""
     part = trial.slice
     material = runner.materials[part.data]
     prompts, answers = material.prompts[part.start : part.stop], material.answers[part.start : part.stop]
     samples = material.samples(part)
     if not prompts:
-        raise InvalidInput("there is nothing to generate from: generation needs prompts with answers")
+        raise InvalidInput("generation needs prompts with answers")
     with _injecting(runner, trial) as probe:
         texts = generation.generate(
             runner.model,
@@ -269,7 +269,7 @@ def _loss(runner: TrialRunner, trial: Trial) -> tuple[Callable[[Any], Tensor], T
     """
     batches = runner.batches(trial.slice, whole=True)
     if len(batches) != 1:
-        raise InvalidInput("out of memory: gradients and curvature need their few samples in one batch")
+        raise InvalidInput("out of memory: gradients and curvature need all their samples in one batch")
     piece = batches[0].whole
 
     def loss(model: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""Trials on Ray: actors load the model from its source and run trials; this process alone stores results.
+"""Trials on Ray: actors load the model from its source and run trials; only this process stores results.
 
 An actor is sent the model's source, token sequences, the caller's metric and trials; results come back. No model ever
 travels.
@@ -53,9 +53,9 @@ def on_ray(
     """(execute, cost) on a Ray cluster (`ray_cluster`), which is joined with the first trial.
 
     At the end, also after an interrupt, the actors are killed and a cluster that was started here is shut down; stored
-    results stay, so the same call goes on from there.
+    results stay, so the same call continues from there.
     """
-    ray = import_ray("the executor ray needs the package ray")
+    ray = import_ray("the ray executor needs the ray package")
     whole_number(options.workers, "workers")
     with contextlib.ExitStack() as stack:
         executor = RayExecutor(ray, stack, subject, tuple(materials), metric, options)
@@ -117,11 +117,11 @@ class RayExecutor:
     deaths: Counter[str] = field(default_factory=Counter)  # by trial id; "" is loading
 
     def cost(self) -> tuple[float, list[str]]:
-        """Full forwards that ended in a result, and what happened on the way."""
+        """Full forwards that produced a result, and notes on what happened."""
         return self.forwards, list(dict.fromkeys(self.notes))
 
     def execute(self, trials: list[Trial], store: Store, progress: Progress) -> None:
-        """An Executor: this process stores the results, in the order in which they come."""
+        """An Executor: this process stores the results in the order in which they arrive."""
         if not self.actors:
             self._start(trials[0].conditions)
         waiting = TrialQueue(trials)
@@ -158,7 +158,7 @@ class RayExecutor:
         if answer.identity != trial.id:
             raise NoisescopeError(
                 f"a worker computes another id for trial {trial.id[:12]}: its noisescope, or the module of the metric "
-                "or perturbation, is of another version. Install the same on every machine of the cluster"
+                "or perturbation, is a different version. Install the same version on every machine of the cluster"
             )
         self.forwards += answer.forwards
         self.notes += answer.notes
@@ -180,15 +180,15 @@ class RayExecutor:
         if arithmetic.threads > reserved["num_cpus"] and not devices:
             reserved["runtime_env"] = {"env_vars": dict(_CROWDED)}
             self.notes.append(
-                f"each worker computed with {arithmetic.threads} threads, as this process does, on a share of "
-                f"{reserved['num_cpus']} cores; OMP_NUM_THREADS={reserved['num_cpus']} for all may be faster"
+                f"each worker used {arithmetic.threads} threads, like this process, on {reserved['num_cpus']} "
+                f"reserved cores; setting OMP_NUM_THREADS={reserved['num_cpus']} everywhere may be faster"
             )
         self.actor_class = self.ray.remote(Worker).options(max_restarts=0, max_task_retries=0, **reserved)
         self.job = self.ray.put(job)
         self.actors += [self._new_actor() for _ in range(self.options.workers)]
 
     def _model_folder(self) -> Path:
-        """Where a wrapped model is written."""
+        """Where a wrapped model is saved."""
         if self.options.output is not None:
             return Path(self.options.output)
         return Path(self.stack.enter_context(tempfile.TemporaryDirectory(prefix="noisescope-")))
@@ -198,7 +198,7 @@ class RayExecutor:
         return ActorState(actor, actor.start.remote(self.job))
 
     def _check(self, ready: Ready) -> None:
-        """The worker has this model and reads prompts as this process does, or the run ends with the reason."""
+        """The worker must have this model and tokenise prompts as this process does; otherwise the run ends."""
         who = f"worker {ready.pid} on {ready.host}"
         if ready.refusal:
             raise InvalidInput(f"{who} can't start: {ready.refusal}")
@@ -206,27 +206,28 @@ class RayExecutor:
             here, there = getattr(self.expected, name), getattr(ready.conditions, name)
             if here != there:
                 raise InvalidInput(
-                    f"{who} has another model: {name} is {there}, and {here} here. If the model was changed "
-                    "after loading, give noisescope.wrap(model, tokenizer); else compare the files and versions there"
+                    f"{who} loaded a different model: {name} is {there} there and {here} here. If you changed the "
+                    f"model after loading, pass noisescope.wrap(model, tokenizer); otherwise compare files and "
+                    f"versions on the two machines"
                 )
         if ready.tokens != self.tokens:
             raise InvalidInput(
-                f"the tokenizer of {who} reads the prompts in another way: was it changed after loading?"
+                f"the tokenizer of {who} tokenises the prompts differently: was it changed after loading?"
             )
         self.deaths[""] = 0
 
     def _replace(self, state: ActorState, error: Exception) -> Answer | None:
-        """Start another actor for one that is gone; the failed answer of a trial that killed too many."""
+        """Start another actor for one that died; returns a failed result for a trial that killed too many."""
         self.ray.kill(state.actor)  # where it only can't be reached
         what = state.trial.id if state.trial is not None else ""
         self.deaths[what] += 1
         given_up = self.deaths[what] == MOST_DEATHS
         if given_up and not what:
-            raise NoisescopeError(f"{MOST_DEATHS} workers died one after the other while loading: {first_line(error)}")
+            raise NoisescopeError(f"{MOST_DEATHS} workers in a row died while loading: {first_line(error)}")
         self.actors[self.actors.index(state)] = self._new_actor()
         if given_up:
             return Answer(what, Result(error=f"{MOST_DEATHS} workers died on this trial: {first_line(error)}"))
-        self.notes.append(f"a worker died and was replaced; what it was at ran again: {first_line(error)}")
+        self.notes.append(f"a worker died and was replaced, and its trial was run again: {first_line(error)}")
         return None
 
 
@@ -240,7 +241,7 @@ def import_ray(needed: str) -> Any:
 
 @contextlib.contextmanager
 def ray_cluster(ray: Any, address: str | None, workers: int) -> Iterator[None]:
-    """Inside, this process is in a cluster: the one it is in, `address`, RAY_ADDRESS, or a new local one.
+    """Run inside a cluster: the current one, `address`, RAY_ADDRESS, or a new local one.
 
     What was joined or started here is left or stopped at the end. A cluster started here reports no usage statistics,
     unless the environment asks for them.
@@ -270,7 +271,7 @@ def ray_cluster(ray: Any, address: str | None, workers: int) -> Iterator[None]:
 
 
 def _check_reachable(address: str) -> None:
-    """An error where nobody listens at host:port: Ray itself would go on trying for more than six minutes."""
+    """Raise if nothing listens at host:port: Ray itself would keep trying for more than six minutes."""
     host, _, port = address.rpartition("/")[2].rpartition(":")
     if host and port.isdigit():
         socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
@@ -291,8 +292,8 @@ def actor_options(ray: Any, workers: int, devices: list[torch.device]) -> dict[s
     if room() < workers:
         one = " and ".join(f"{count} {name}" for name, count in need.items())
         raise InvalidInput(
-            f"the Ray cluster has room for {room()} workers of {one} each, and {workers} are asked for: lower "
-            "--workers, or give the address of a larger cluster"
+            f"the Ray cluster has room for {room()} workers of {one} each, but {workers} were requested: lower "
+            f"--workers, or give the address of a larger cluster"
         )
     return {"num_cpus": need.pop("CPU"), "num_gpus": need.pop("GPU", 0), "resources": need}
 
@@ -305,8 +306,8 @@ def pickled(value: Any, own: str) -> bytes:
         def reducer_override(self, item: Any) -> Any:
             if isinstance(item, nn.Module) and any(True for _ in item.parameters()):
                 raise InvalidInput(
-                    f"{own} holds a model ({type(item).__name__}), and models are not sent to Ray's workers: use the "
-                    "model that it is called with"
+                    f"{own} holds a model ({type(item).__name__}), but models can't be sent to Ray workers: use the "
+                    f"model passed to it as an argument"
                 )
             return super().reducer_override(item)
 
@@ -317,13 +318,13 @@ def pickled(value: Any, own: str) -> bytes:
         raise
     except Exception as error:  # whatever the caller's own objects raise
         raise InvalidInput(
-            f"{own} can't be sent to Ray's workers ({type(error).__name__}: {first_line(error)}): keep open files, "
+            f"{own} can't be sent to Ray workers ({type(error).__name__}: {first_line(error)}): keep open files, "
             "locks and connections out of it, or use --executor local"
         ) from error
     return buffer.getvalue()
 
 
 def first_line(error: BaseException) -> str:
-    """Ray's messages are paragraphs."""
+    """The first line of Ray's messages, which are paragraphs."""
     lines = str(error).strip().splitlines()
     return lines[0].strip()[:300] if lines else type(error).__name__

@@ -1,4 +1,4 @@
-"""What runs inside a Ray actor: a model loaded once, and trials run on it. Knows neither Ray nor a store."""
+"""The code inside a Ray actor: a model loaded once, and trials run on it. Depends neither on Ray nor on a store."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Arithmetic:
 
 @dataclass(frozen=True)
 class Job:
-    """What an actor is given once."""
+    """What an actor receives once."""
 
     source: Source
     materials: tuple[Material, ...]
@@ -84,7 +84,7 @@ class Worker:
         try:
             subject = job.source.load()
         except NoisescopeError as error:
-            return Ready(*who, refusal=f"{error} (every machine of the cluster needs the model under that path)")
+            return Ready(*who, refusal=f"{error} (every machine of the cluster needs the model at that path)")
         self.runner = TrialRunner(subject, job.materials, metric=job.metric).__enter__()
         return Ready(*who, conditions(subject), prompt_tokens_id(subject, job.materials))
 

@@ -1,8 +1,8 @@
-"""Results on disk: one SQLite file per run, in WAL mode, a row the moment a trial ends.
+"""Stores results on disk: one SQLite file per run, in WAL mode, with a row written as soon as a trial ends.
 
-A killed run loses at most the trial it was in. Only the driver writes. A row holds the result as JSON text, its arrays
-as .npz bytes without pickles, and a SHA-256 of its own, verified on reading: what a disk or a copy damaged is measured
-again and never believed. Opening reads no trials; each is read when it is asked for.
+A killed run loses at most the current trial. Only the driver writes. A row holds the result as JSON text, its arrays as
+.npz bytes without pickles, and a SHA-256 that is verified on reading: damaged results are measured again and never
+trusted. Opening reads no trials; each is read on demand.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ROW = "SELECT checksum, id, content, measure, result, arrays, error, seconds FR
 
 @dataclass(frozen=True)
 class StoreCounts:
-    """A store in numbers, as its index has them: no trial is read for them, and none is verified."""
+    """A store in numbers, from its index: no trial is read or verified for them."""
 
     trials: int
     seconds: float
@@ -43,10 +43,10 @@ class StoreCounts:
 
 @dataclass(frozen=True)
 class StoreCheck:
-    """What a look at every row found."""
+    """The result of checking every row."""
 
     trials: int
-    damaged: int  # trials that are no results any more
+    damaged: int  # trials whose results are damaged
     damaged_gates: int
     damaged_notes: tuple[str, ...]
     structure: str  # what SQLite says of pages and indexes; "ok"
@@ -57,9 +57,10 @@ class StoreCheck:
 
 
 class Store(Mapping[str, Result]):
-    """The results of a run by trial id; a trial is read and verified when first asked for, writes go to the file.
+    """The results of a run by trial id; a trial is read and verified on first access, and writes go to the file.
 
-    `folder=None` keeps everything in memory. A trial whose row fails its checksum is no result here, so it is measured
+    `folder=None` keeps everything in memory. A trial whose row fails its checksum does not count as a result, so it is
+    measured
     again; `damaged` counts those met so far. A store that is opened to write drops all such rows when it meets one.
     """
 
@@ -86,7 +87,7 @@ class Store(Mapping[str, Result]):
             store_file.refuse_links(folder)
             if not (folder / FILE).exists():
                 raise InvalidInput(
-                    f"{folder} holds no run (no {FILE} in it). `noisescope runs list` shows where some are"
+                    f"{folder} holds no run (it has no {FILE}). `noisescope runs list` shows where runs are"
                 )
             return None
         try:
@@ -107,7 +108,7 @@ class Store(Mapping[str, Result]):
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
-        """Around each change: SQLite would go on writing into a file that is deleted, and all of it would be lost."""
+        """Around each change: SQLite would keep writing to a deleted file, and all of it would be lost."""
         with store_file.writing(self._name):
             yield
         self._require_file()
@@ -115,8 +116,8 @@ class Store(Mapping[str, Result]):
     def _require_file(self) -> None:
         if self.path is not None and store_file.file_number(self.path) != self._number:
             raise InvalidInput(
-                f"{self.path} was removed or replaced while this run was writing into it, so its results are lost: run "
-                "the same command again, or into another folder (-o)"
+                f"{self.path} was removed or replaced while this run was writing to it, so its results are lost: "
+                f"run the same command again, or use another folder (-o)"
             )
 
     # -- trials
@@ -130,7 +131,7 @@ class Store(Mapping[str, Result]):
         return self._known[identity]
 
     def _read(self, identity: str, *, again: bool = False) -> Result | None:
-        """A trial from the file; None where it is not there, or damaged."""
+        """A trial from the file; None if it is missing or damaged."""
         with self._reading():
             # by way of the row's number: the id is to be the table's, and not the index's
             one = f"{_ROW} WHERE rowid = (SELECT rowid FROM trials WHERE id = ?)"
@@ -147,13 +148,13 @@ class Store(Mapping[str, Result]):
         return self._read(identity, again=True)
 
     def _rows(self) -> Iterator[tuple[int, tuple[Cell, ...], Result | None]]:
-        """Every row of the table with its number, and what it holds: None where it is damaged."""
+        """Every row of the table with its number, and its content: None if it is damaged."""
         with self._reading():
             for number, *row in self._db.execute(f"{_ROW.replace('checksum', 'rowid, checksum', 1)} NOT INDEXED"):
                 yield number, tuple(row), _result(row)
 
     def _drop_damaged(self) -> None:
-        """Write intact rows anew, and no others; refused where more than single rows is damaged.
+        """Rewrite the intact rows only; an error if more than single rows are damaged.
 
         Deleting rows one by one would need an index that still fits: where an id was hit it does not.
         """
@@ -177,14 +178,14 @@ class Store(Mapping[str, Result]):
         self._damaged.clear()
 
     def mend(self) -> None:
-        """Look at every row, and write the intact ones anew where one is damaged or an index does not fit."""
+        """Check every row, and rewrite the intact ones if one is damaged or an index does not match."""
         found = self.check()
         if found.damaged or found.structure != "ok":
             self._drop_damaged()
 
     @property
     def damaged(self) -> int:
-        """Damaged trials met so far."""
+        """The number of damaged trials found so far."""
         return self._dropped + len(self._damaged)
 
     def __iter__(self) -> Iterator[str]:
@@ -194,10 +195,10 @@ class Store(Mapping[str, Result]):
         return sum(1 for _ in self)
 
     def put(self, trial: Trial, result: Result, seconds: float) -> None:
-        """Keep a result; a second one for the same trial is refused, for nothing may be measured twice."""
+        """Store a result; a second one for the same trial is an error, because nothing may be measured twice."""
         before = self.get(trial.id)
         if before is not None and not before.failed:
-            raise AssertionError(f"trial {trial.id} is stored already")
+            raise AssertionError(f"trial {trial.id} is already stored")
         text, arrays = encode(result)
         cells = (trial.id, trial.content(), trial.measure, text, arrays, result.error, float(seconds))
         with self._writing():
@@ -210,7 +211,7 @@ class Store(Mapping[str, Result]):
         self.added += 1
 
     def forget_failures(self) -> int:
-        """Failed rows go, so that they run again."""
+        """Delete failed rows, so that they run again."""
         with self._reading():
             found = self._db.execute("SELECT id FROM trials WHERE error != ''").fetchall()
         failed = [identity for (identity,) in found if identity in self]
@@ -221,7 +222,7 @@ class Store(Mapping[str, Result]):
         return len(failed)
 
     def contents(self) -> dict[str, str]:
-        """The canonical JSON of every trial that is kept, by id."""
+        """The canonical JSON of every stored trial, by id."""
         return {str(row[1]): str(row[2]) for _, row, result in self._rows() if result is not None}
 
     def interpreting(self) -> contextlib.AbstractContextManager[None]:
@@ -231,13 +232,13 @@ class Store(Mapping[str, Result]):
     # -- the run itself
 
     def about(self) -> dict[str, Any]:
-        """Everything that was noted."""
+        """All stored facts."""
         with self._reading():
             rows = self._db.execute("SELECT key, value, checksum FROM about WHERE key != ?", (VERSION,)).fetchall()
         return {key: self._noted(key, value, seal) for key, value, seal in rows}
 
     def fact(self, name: str) -> Any:
-        """One thing that was noted; None where it was not."""
+        """One stored fact; None if it was not stored."""
         with self._reading():
             row = self._db.execute("SELECT value, checksum FROM about WHERE key = ?", (name,)).fetchone()
         return None if row is None else self._noted(name, *row)
@@ -246,8 +247,9 @@ class Store(Mapping[str, Result]):
         if checksum(key, value) != seal:
             folder = "" if self.path is None else f" with -o {self.path.parent}"
             raise InvalidInput(
-                f"{key!r} in {self._name} fails its checksum, so the file is damaged there: run the same command again"
-                f"{folder}, which keeps intact trials and writes it anew; if this stays, use another folder"
+                f"{key!r} in {self._name} fails its checksum, so the file is damaged: run the same command "
+                f"again{folder}, "
+                "which keeps intact trials and rewrites the rest; if the error persists, use another folder"
             )
         return parse_json(value, f"{key!r} in {self._name}", STORED)
 
@@ -270,7 +272,7 @@ class Store(Mapping[str, Result]):
         return StoreCounts(sum(measures.values()), spent, measures, errors)
 
     def check(self) -> StoreCheck:
-        """Look at every row and page of the file; nothing is changed."""
+        """Check every row and page of the file; nothing is changed."""
         with self._reading():
             (structure,) = self._db.execute("PRAGMA integrity_check(1)").fetchone()
             notes = self._db.execute("SELECT key, value, checksum FROM about").fetchall()
@@ -280,28 +282,28 @@ class Store(Mapping[str, Result]):
         return StoreCheck(len(whole), whole.count(False), self.damaged_gates, wrong, structure)
 
     def damage(self) -> list[str]:
-        """For the notes of a report: what was found damaged, in a sentence."""
+        """For the notes of a report: a sentence about damaged rows."""
         if not self.damaged:
             return []
         what = "1 stored trial" if self.damaged == 1 else f"{self.damaged} stored trials"
-        return [f"{what} in {FILE} failed the checksum: discarded, and measured again where this run needed the result"]
+        return [f"{what} in {FILE} failed the checksum: discarded, and measured again if this run needed the result"]
 
     def note(self, **facts: Any) -> None:
-        """Keep facts about the run itself: the command's settings, versions, dates."""
+        """Store facts about the run itself: the command's settings, versions, dates."""
         for key, value in facts.items():
             text = json.dumps(value)
             with self._writing():
                 self._db.execute("INSERT OR REPLACE INTO about VALUES (?, ?, ?)", (key, text, checksum(key, text)))
 
     def add_gate(self, result: Mapping[str, Any]) -> None:
-        """Keep a gate's result, after those before it."""
+        """Store a gate's result, after the earlier ones."""
         text = json.dumps(result, allow_nan=False)
         with self._writing():
             (number,) = self._db.execute("SELECT COALESCE(MAX(number), 0) + 1 FROM gates").fetchone()
             self._db.execute("INSERT INTO gates VALUES (?, ?, ?)", (number, text, checksum(number, text)))
 
     def gates(self) -> list[dict[str, Any]]:
-        """Results of gates, the oldest first; damaged ones are left out and counted in `damaged_gates`."""
+        """Results of gates, the oldest first; damaged ones are skipped and counted in `damaged_gates`."""
         with self._reading():
             rows = self._db.execute("SELECT number, result, checksum FROM gates ORDER BY number").fetchall()
         intact = [text for number, text, seal in rows if checksum(number, text) == seal]
@@ -324,17 +326,17 @@ class Store(Mapping[str, Result]):
 
 
 def _is_count(row: Any) -> bool:
-    """SQLite keeps any kind of value in any column, and infinite sums."""
+    """SQLite accepts any type of value in any column, and infinite sums."""
     measure, error, _, seconds = row
     return isinstance(measure, str) and isinstance(error, str) and isinstance(seconds, float) and seconds < math.inf
 
 
 def _result(row: Any) -> Result | None:
-    """What a row (checksum, id, content, measure, result, arrays, error, seconds) holds; None where it is damaged."""
+    """The content of a row (checksum, id, content, measure, result, arrays, error, seconds); None if it is damaged."""
     seal, identity, content, measure, result, arrays, error, seconds = row
     if not is_intact(seal, identity, content, measure, result, arrays, error, seconds):
         return None
     try:
         return decode(result, arrays, error)
-    except InvalidInput:  # somebody made the checksum fit
+    except InvalidInput:  # the checksum was made to match
         return None

@@ -1,5 +1,6 @@
-"""The file behind a store: opened only where it is a plain file with our tables, locked by one writer, and noticed when
-it goes away. What goes wrong with it is one line."""
+"""The file behind a store: only regular files with the expected tables are opened, one writer locks it, and its removal
+is noticed. Problems are reported in one line.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ def _our_schema() -> frozenset[tuple[object, ...]]:
 
 
 def connect(path: Path | None, *, write: bool) -> sqlite3.Connection:
-    """The open database, of this version; anything else is refused before it is written into. None is in memory."""
+    """Open the database of this version; anything else is rejected before it is written to. None is in memory."""
     name = ":memory:" if path is None else str(path)
     with contextlib.ExitStack() as opened, using(name):
         db = _open(path, write=write)
@@ -66,13 +67,14 @@ def connect(path: Path | None, *, write: bool) -> sqlite3.Connection:
         if found != (str(SCHEMA_VERSION),):
             has = "no schema version" if found is None else f"schema version {cut(str(found[0]))}"
             raise InvalidInput(
-                f"{name} has {has}, and this noisescope reads version {SCHEMA_VERSION} only: run the "
-                "command again into another folder (-o), or open this one with the noisescope that wrote it"
+                f"{name} has {has}, but this noisescope reads only version {SCHEMA_VERSION}: run the command again "
+                f"with another folder (-o), or open this one with the noisescope version that wrote it"
             )
         strange = sorted(str(row[1]) for row in db.execute(_SCHEMA) if row not in _our_schema())
         if strange:
             raise InvalidInput(
-                f"{name} holds what no run has ({cut(', '.join(strange))}): it was altered, so use another folder (-o)"
+                f"{name} contains unexpected objects ({cut(', '.join(strange))}): it was altered, so use another "
+                f"folder (-o)"
             )
         if write:
             db.executescript(_TABLES)  # stores of this version that were made before a table or an index was added
@@ -97,36 +99,34 @@ def _has_log(path: Path) -> bool:
 
 @contextlib.contextmanager
 def using(name: str) -> Iterator[None]:
-    """What SQLite can't open is refused in one line."""
+    """Report in one line what SQLite can't open."""
     try:
         yield
     except sqlite3.DatabaseError as error:
-        raise InvalidInput(
-            f"{name} can't be used as a run's store: {_reason(error)}. Use another folder (-o)"
-        ) from error
+        raise InvalidInput(f"{name} can't be used as a run store: {_reason(error)}. Use another folder (-o)") from error
 
 
 @contextlib.contextmanager
 def reading(name: str) -> Iterator[None]:
-    """What SQLite itself can't read is refused in one line."""
+    """Report in one line what SQLite can't read."""
     try:
         yield
     except sqlite3.DatabaseError as error:
         raise InvalidInput(
-            f"{name} is damaged ({_reason(error)}): restore it from a copy, or run the command again into another "
-            "folder (-o)"
+            f"{name} is damaged ({_reason(error)}): restore it from a copy, or run the command again with another "
+            f"folder (-o)"
         ) from error
 
 
 @contextlib.contextmanager
 def writing(name: str) -> Iterator[None]:
-    """A full disk, a file system that turned read-only, a device that fails: one line, and how to go on."""
+    """A full disk, a read-only file system, a failing device: one line, and how to continue."""
     try:
         yield
     except (sqlite3.DatabaseError, OSError) as error:
         raise InvalidInput(
-            f"can't write into {name}: {_reason(error)}. Trials stored before are kept: run the same command again "
-            "once the folder can be written to, or another folder with -o"
+            f"can't write into {name}: {_reason(error)}. Stored trials are kept: run the same command again once "
+            f"the folder is writable, or use another folder (-o)"
         ) from error
 
 
@@ -135,12 +135,12 @@ def _reason(error: Exception) -> str:
 
 
 def refuse_links(folder: Path) -> None:
-    """A run's files are plain files: a link, a pipe or a device in their place leads out of the folder, or nowhere."""
+    """A run's files must be regular files: a link, a pipe or a device would lead outside the folder."""
     for name in (LOCK, *(FILE + ending for ending in _BESIDE)):
         with contextlib.suppress(FileNotFoundError):
             if not stat.S_ISREG((folder / name).lstat().st_mode):
                 raise InvalidInput(
-                    f"{folder / name} is no plain file (a symbolic link, a pipe or a folder): remove it, or use "
+                    f"{folder / name} is not a regular file (a symbolic link, a pipe or a folder): remove it, or use "
                     "another folder (-o)"
                 )
 
@@ -148,8 +148,8 @@ def refuse_links(folder: Path) -> None:
 def hold_lock(path: Path) -> int | None:
     """One writer per folder; the descriptor of the lock, which goes with the process however it ends.
 
-    The lock file is never removed: who opened it before the removal and who made it anew would both hold a lock. Where
-    somebody else removes it, the one that is there now counts.
+    The lock file is never removed: a process that opened it before the removal and one that created it again would both
+    hold a lock. If another program removes it, the current file counts.
     """
     try:
         import fcntl
@@ -163,7 +163,7 @@ def hold_lock(path: Path) -> int | None:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise InvalidInput(
-                    f"another process is writing into {path.parent}: wait for it, or use another folder (-o)"
+                    f"another process is writing to {path.parent}: wait for it to finish, or use another folder (-o)"
                 ) from None
             if file_number(path) == _number_of(os.fstat(handle)):
                 opened.pop_all()
@@ -179,7 +179,7 @@ def release_lock(handle: int) -> None:
 
 
 def file_number(path: Path) -> tuple[int, int] | None:
-    """What distinguishes a file from another one of the same name; None where there is none."""
+    """Distinguishes a file from another one of the same name; None if there is none."""
     try:
         return _number_of(path.stat())
     except OSError:

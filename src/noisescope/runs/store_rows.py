@@ -16,8 +16,8 @@ from noisescope.trials import Result
 
 Cell = str | bytes | float | int | None  # what SQLite gives back
 
-STORED = FileKind("part of a run that noisescope wrote", "Run the command again into another folder (-o)", max_depth=96)
-RESULTS = FileKind("store of results that fit their question", STORED.cure)
+STORED = FileKind("noisescope run", "Run the command again with another folder (-o)", max_depth=96)
+RESULTS = FileKind("noisescope run", STORED.cure)
 _MOST_ARRAY_BYTES = 4096 * MIB  # of one trial, unpacked
 
 
@@ -42,7 +42,7 @@ def is_content_of(identity: Cell, content: Cell) -> bool:
 
 
 def is_intact(seal: Cell, identity: Cell, content: Cell, *rest: Cell) -> bool:
-    """Whether a trial's row is what was written: its checksum holds, and the answer stands under its own question."""
+    """Whether a trial's row is as written: its checksum matches, and the result belongs to its own question."""
     return checksum(identity, content, *rest) == seal and is_content_of(identity, content)
 
 
@@ -63,7 +63,7 @@ def encode(result: Result) -> tuple[str, bytes | None]:
 
 
 def decode(text: str, arrays: bytes | None, error: str) -> Result:
-    """The result that `encode` wrote; refused where it is anything else, for a folder may come from elsewhere."""
+    """The result that `encode` wrote; anything else is an error, because a folder may come from elsewhere."""
     if not (isinstance(text, str) and isinstance(error, str) and isinstance(arrays, bytes | None)):
         raise STORED.refuse("a result", "a cell of another kind")  # SQLite keeps any value in any column
     data = members(parse_json(text, "a result", STORED), "a result", STORED)

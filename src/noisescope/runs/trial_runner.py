@@ -1,7 +1,7 @@
-"""Run trials on a loaded model, one slice of samples at a time, in waves until none is wanted any more.
+"""Runs trials on a loaded model, one slice of samples at a time, in waves until no more are proposed.
 
-For the slice at hand the runner keeps the clean logits and every block's clean output, so that a trial costs only the
-blocks from its first noisy one on. Trials of one slice should follow each other.
+For the current slice the runner keeps the clean logits and every block's clean output, so that a trial costs only the
+blocks from its first noisy one on. Trials of one slice should run consecutively.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 
 
 Finish = Callable[[], Result]
-NO_MEMORY = "out of memory with one sample at a time and no prefix kept: give a smaller --slice"
+NO_MEMORY = "out of memory even with one sample at a time and no cached prefixes: use a smaller --slice"
 LOGITS = 1 << 28  # logits computed at once in scoring: more are done in pieces, or they would rule the memory
 
 
 @dataclass
 class Clean:
-    """What one slice needs to be compared with: its batches and their clean logits, [N, V] of scored rows a piece."""
+    """What one slice is compared with: its batches and their clean logits, [N, V] of scored rows per piece."""
 
     slice: Slice
     batches: list[Batch]
@@ -48,7 +48,7 @@ class Clean:
 
 
 class TrialRunner:
-    """Runs trials on a subject; `with` it, for it holds the model open."""
+    """Runs trials on a subject; use it in a `with`, because it keeps the model open."""
 
     def __init__(
         self, subject: Subject, materials: Iterable[Material], *, metric: Callable[..., Any] | None = None
@@ -82,11 +82,11 @@ class TrialRunner:
     # -- one trial
 
     def run(self, trial: Trial) -> Result:
-        """The trial's result. What goes wrong inside it becomes a failed result."""
+        """The trial's result. An error inside it becomes a failed result."""
         return self.begin(trial)()
 
     def begin(self, trial: Trial) -> Finish:
-        """Give the trial's work to the device; the returned function waits for it and makes the result.
+        """Submit the trial's work to the device; the returned function waits for it and builds the result.
 
         Begun before the last one is finished, a trial keeps an accelerator busy meanwhile. Running out of memory halves
         the batch and starts the trial again, for noise belongs to samples and positions, not to batches.
@@ -96,7 +96,7 @@ class TrialRunner:
         while True:
             try:
                 found = MEASURES[trial.measure](self, trial)
-            except Exception as error:  # the model's code and the user's metric may raise anything; the run goes on
+            except Exception as error:  # the model's code and the user's metric may raise anything; the run continues
                 if not _out_of_memory(error):
                     found = _failure(error)
                 elif self._shrink(trial.slice):
@@ -106,7 +106,7 @@ class TrialRunner:
             return functools.partial(_finish, found)
 
     def _shrink(self, part: Slice) -> bool:
-        """Half the batch; then no prefixes; False when there is nothing left to give up."""
+        """Halve the batch; then drop prefixes; False if nothing is left to give up."""
         self.forget_slice()
         gc.collect()
         if torch.cuda.is_available():
@@ -114,16 +114,16 @@ class TrialRunner:
         size = self._batch_size or part.stop - part.start
         if size > 1:
             self._batch_size = (size + 1) // 2
-            self.notes.append(f"out of memory: {self._batch_size} samples at a time from there on")
+            self.notes.append(f"out of memory: {self._batch_size} samples at a time from now on")
             return True
         if self.reuse is not False:
             self.reuse = False
-            self.notes.append("out of memory: clean prefixes are not kept any more")
+            self.notes.append("out of memory: clean prefixes are no longer cached")
             return True
         return False
 
     def batch_size(self, wanted: int) -> int:
-        """Samples at once: as many as wanted, unless memory ran out before."""
+        """Samples per batch: as many as requested, unless memory ran out before."""
         return min(wanted, self._batch_size or wanted)
 
     # -- forwards
@@ -184,7 +184,7 @@ class TrialRunner:
 
     @torch.no_grad()
     def check_causal(self, part: Slice) -> None:
-        """Raise where a later token changes an earlier prediction: batches here have no mask and rely on causality."""
+        """Raise if a later token changes an earlier prediction: batches here have no mask and rely on causality."""
         ids = torch.tensor([self.materials[part.data].groups(part)[0][0].ids], device=self.device)
         if ids.shape[1] < 3:
             return
@@ -198,18 +198,18 @@ class TrialRunner:
         moved = (first - second).abs().amax(-1)  # [T]; the last token's own prediction has to change
         if float(moved[:-1].max()) > 1e-3 * float(moved[-1]):
             raise UnsupportedModel(
-                f"{type(self.model).__name__} looks at later tokens, and scoring here is for causal language models: "
-                "use inject() and your own evaluation"
+                f"{type(self.model).__name__} attends to later tokens, but scoring works only for causal language "
+                f"models: use inject() and your own evaluation"
             )
 
     def forget_slice(self) -> None:
-        """Let go of the slice at hand."""
+        """Release the current slice."""
         self._clean = None
         self.prefix.forget()
 
     @torch.no_grad()
     def _prefix_holds(self, part: Slice) -> bool:
-        """Whether prefixes may be reused: tried on one sample, whose logits must come out the same to the last bit."""
+        """Whether prefixes may be reused: tested on one sample, whose logits must match bit for bit."""
         groups = self.materials[part.data].groups(part)[:1]
         positions = (len(groups[0][0].ids) + 1) // 2 if self._keeps_logits else None
         batch = lay_out(groups, 0, self.device, positions=positions)
@@ -229,7 +229,7 @@ class TrialRunner:
             holds = False
         self.prefix.forget()
         if not holds:
-            self.notes.append("clean prefixes can't be reused in this model: every trial computes all blocks")
+            self.notes.append("this model can't reuse clean prefixes, so every trial computes all blocks")
         return holds
 
     def noisy(self, part: Slice, probe: Probe) -> Iterator[tuple[Piece, Tensor, Tensor]]:
@@ -245,7 +245,7 @@ class TrialRunner:
 
 
 def conditions(subject: Subject) -> Conditions:
-    """What every trial on this subject shares."""
+    """What all trials on this subject share."""
     weights = next(iter(subject.model.parameters()))
     config = getattr(subject.model, "config", None)
     return Conditions(
@@ -258,7 +258,7 @@ def conditions(subject: Subject) -> Conditions:
 
 
 def _finish(found: Result | Finish) -> Result:
-    """The end of a trial, where a device reports what went wrong in it."""
+    """The end of a trial, where a device reports errors."""
     try:
         return found if isinstance(found, Result) else found()
     except Exception as error:
@@ -301,7 +301,7 @@ class NoProgress:
 
 
 class Executor(Protocol):
-    """Runs trials, each once, and stores every result the moment it is there."""
+    """Runs trials, each once, and stores every result immediately."""
 
     def __call__(self, trials: list[Trial], store: Store, progress: Progress) -> None: ...
 
@@ -309,7 +309,7 @@ class Executor(Protocol):
 def run_waves(
     propose: Callable[[Results], Iterable[Trial]], store: Store, execute: Executor, progress: Progress
 ) -> None:
-    """Run waves until nothing more is proposed. Whatever the store holds is not run again."""
+    """Run waves until nothing more is proposed. Stored results are not computed again."""
     while wanted := missing(propose(store), store):
         progress.wave(len(wanted))
         execute(wanted, store, progress)

@@ -1,4 +1,4 @@
-"""Numbers with intervals, and the smallest effect a run could have detected. numpy and scipy, no torch."""
+"""Numbers with intervals, and the smallest effect a run could have detected. Uses numpy and scipy, not torch."""
 
 from noisescope.estimate import NOT_MEASURABLE as NOT_MEASURABLE
 from noisescope.estimate import UNBOUNDED as UNBOUNDED

@@ -62,7 +62,7 @@ def mean_statistic(values: Array) -> Array:
 
 
 def mean_limits(values: Array, level: float) -> tuple[Array, Array]:
-    """The ends of the interval of the mean: the smallest that holds both Student's and Hall's."""
+    """The ends of the interval of the mean: the smallest that contains both Student's and Hall's."""
     n = values.shape[-1]
     mean, error, skewness = moments(values)
     quantile = student_quantile(n, level)

@@ -1,4 +1,4 @@
-"""Agreement between two profiles over the same places: correlations, and whether one point carries them."""
+"""Agreement between two profiles over the same places: correlations, and whether a single point causes them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ METHODS = ("spearman", "pearson")
 
 @dataclass(frozen=True)
 class Correlation:
-    """A correlation with its interval and the p of "no relation"; None where it can't be computed."""
+    """A correlation with its interval and the p of "no relation"; None if it can't be computed."""
 
     method: str
     value: float | None = None
@@ -49,7 +49,7 @@ def correlation(
     exchanged; the interval (`_limits`) is None below 4 points. A constant profile has no correlation: value None.
     """
     if every < 1:
-        raise InvalidInput(f"every must be at least 1 (keep each point), got {every}")
+        raise InvalidInput(f"every must be at least 1 (keep every point), got {every}")
     level = checked_level(level)
     a, b = (profile[::every] for profile in _profiles(x, y, method))
     n = len(a)
@@ -65,7 +65,7 @@ def correlation(
 
 @dataclass(frozen=True)
 class Influence:
-    """What a correlation is without the one point that holds it up most."""
+    """A correlation without its most influential point."""
 
     index: int  # of that point
     without: float

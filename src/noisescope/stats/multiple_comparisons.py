@@ -59,7 +59,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
     [0.03, 0.06, 0.06]
     """
     if any(not 0 <= p <= 1 for p in p_values):
-        raise InvalidInput(f"p values lie between 0 and 1; got {list(p_values)}")
+        raise InvalidInput(f"p values must be between 0 and 1; got {list(p_values)}")
     corrected = [0.0] * len(p_values)
     largest = 0.0
     for rank, at in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
@@ -164,7 +164,7 @@ def select_largest(
     checked_level(level)
     raw = [pairs(clean, noisy) for noisy in candidates]
     if not raw:
-        raise InvalidInput("nothing to pick from: no candidate was given")
+        raise InvalidInput("no candidates were given")
     x, data = raw[0][0], [noisy for _, noisy in raw]
     losses = np.stack([x.mean(axis=1) - noisy.mean(axis=1) for noisy in data])
 

@@ -14,7 +14,7 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Paired:
-    """Clean (x) and noisy (y) scores of the same samples, seeds averaged: seeds of a sample are not independent.
+    """Clean (x) and noisy (y) scores of the same samples, averaged over seeds, which depend on the sample.
 
     `counted` is right or wrong on the clean side, right or wrong (or averaged over seeds) on the noisy side.
     """
@@ -44,7 +44,7 @@ def is_multiple(x: Array, y: Array, factor: float = 1.0) -> bool:
 
 
 def unseen_error(clean: Array) -> float:
-    """A standard error for n continuous pairs that all changed alike (mostly: not at all).
+    """A standard error for n continuous pairs that all changed equally (mostly: not at all).
 
     Zero is no honest error after n samples. Two pseudo-pairs are added as Agresti and Min (2005) do for 0/1 pairs, half
     of one changed by plus and half by minus one standard deviation of the clean score: s / (n + 2).
@@ -66,8 +66,8 @@ def scores(values: ArrayLike, what: str) -> Array:
     wrong = int(np.count_nonzero(~np.isfinite(array)))
     if wrong:
         raise InvalidInput(
-            f"{what}: {wrong} of {array.size} values are not finite. Score such a sample as a failure, "
-            "or leave it out on both sides; a mean over the rest would hide it"
+            f"{what}: {wrong} of {array.size} values are not finite. Score such a sample as a failure, or exclude "
+            f"it on both sides; a mean over the rest would hide it"
         )
     return array
 
@@ -88,8 +88,8 @@ def nonnegative_means(values: Array, what: str) -> Array:
     below = int(np.count_nonzero(values < 0))
     if below:
         raise InvalidInput(
-            f"{what}: {below} of {values.size} values are below 0 (the lowest is {values.min():.3g}). A divergence is "
-            "at least 0; round-off below 0 should be set to 0 first, and scores that change sign have a difference"
+            f"{what}: {below} of {values.size} values are below 0 (the lowest is {values.min():.3g}). A divergence "
+            f"is at least 0: set round-off below 0 to 0 first, and use a difference for scores that can be negative"
         )
     means: Array = values.mean(axis=1)
     return means
@@ -101,5 +101,5 @@ def is_binary(values: Array) -> bool:
 
 def checked_level(level: float) -> float:
     if not 0 < level < 1:
-        raise InvalidInput(f"level must lie between 0 and 1, such as 0.95; got {level}")
+        raise InvalidInput(f"level must be between 0 and 1, such as 0.95; got {level}")
     return float(level)

@@ -63,7 +63,7 @@ def proportion(values: ArrayLike, *, level: float = 0.95) -> Estimate:
     """
     raw, level = scores(values, "values"), checked_level(level)
     if raw.min() < 0 or raw.max() > 1:
-        raise InvalidInput(f"shares lie between 0 and 1; got values from {raw.min():.3g} to {raw.max():.3g}")
+        raise InvalidInput(f"shares must be between 0 and 1; got values from {raw.min():.3g} to {raw.max():.3g}")
     y = raw.mean(axis=1)
     return _estimate(float(y.mean()), counted.proportion_limits(y, level), len(y), level, "wilson")
 

@@ -1,4 +1,4 @@
-"""Waiting times that a run may end before: the median time to an event, with its interval.
+"""Waiting times that a run may not observe fully: the median time to an event, with its interval.
 
 Kaplan and Meier's product estimates the share S(t) without an event after t steps from waiting times of which some are
 only known to be longer than what was watched. The interval resamples whole groups: waiting times of one prompt under
@@ -31,7 +31,7 @@ def median_wait(steps: ArrayLike, happened: ArrayLike, level: float = 0.95) -> E
     waits, events = np.asarray(steps, dtype=np.float64), np.asarray(happened, dtype=bool)
     if waits.ndim != 2 or waits.shape != events.shape or not waits.size or waits.min() < 1:
         raise InvalidInput(
-            f"waiting times are a table [groups, members] of steps from 1 on, with one flag each; got "
+            f"waiting times must be a table [groups, members] of steps of at least 1, with one flag each; got "
             f"{waits.shape} and {events.shape}"
         )
     groups = len(waits)

@@ -1,4 +1,4 @@
-"""Centres of skewed, heavy-tailed values such as KL: a typical value, medians, and means with honest intervals.
+"""Centres of skewed, heavy-tailed values such as KL: a typical value, medians, and means with valid intervals.
 
 **Typical value and shift** (`typical`, `trimmed_shift`): means without the highest and the lowest fifth. A few extreme
 values dominate a mean's error, and an interval that allows for skewness is unbounded. Drawn from 6,500 log KLs of
@@ -57,15 +57,15 @@ from noisescope.stats.score_arrays import Array, checked_level, nonnegative_mean
 
 TRIM = 0.2  # at either end: Yuen's and Wilcox's choice
 _WIDENED = 2  # few skewed logarithms: 95 % intervals of 16 covered 91 to 95 %; 1 + 2 / n times as wide, 93 to 97 %
-ZEROS = "more than a fifth of the samples are exactly 0: the median is given"
+ZEROS = "more than a fifth of the samples are exactly 0, so the median is given"
 UNSEEN = 100.0  # an unseen 1 / n of the values averages so many times the mean ...
 BEYOND = 20.0  # ... and so many times the largest value seen
 WIDEST = 80.0  # high / low beyond which an interval is refused, from 100 samples on; in proportion to n below
-AT_LEAST = "the largest values decide the mean; only a lower bound holds"
+AT_LEAST = "a few large values dominate the mean, so only a lower bound can be given"
 
 
 def typical(values: ArrayLike, level: float = 0.95) -> Estimate:
-    """The geometric mean of the middle three fifths of the samples: what a typical sample shows, for KL and the like.
+    """The geometric mean of the middle three fifths of the samples: the value of a typical sample, for KL and similar.
 
     exp of the trimmed mean of log values, with Tukey and McLaughlin's interval (Student's with the winsorised variance
     and as many degrees of freedom as values are kept, less one). Its estimate and its interval depend on neither tail;
@@ -165,7 +165,7 @@ def typical_ratio(above: ArrayLike, below: ArrayLike, level: float = 0.95) -> Es
 
     >>> estimate = typical_ratio([2, 4, 6, 8, 10, 12, 0], [1, 2, 3, 4, 5, 6, 0])
     >>> estimate.value, estimate.n, estimate.note
-    (2.0, 6, '1 of 7 samples left out: 0 on both sides')
+    (2.0, 6, '1 of 7 samples excluded: 0 on both sides')
     """
     raw_x, raw_y = pairs(below, above, ("below", "above"))
     x, y = nonnegative_means(raw_x, "below"), nonnegative_means(raw_y, "above")
@@ -173,7 +173,7 @@ def typical_ratio(above: ArrayLike, below: ArrayLike, level: float = 0.95) -> Es
     with np.errstate(divide="ignore", over="ignore"):
         ratios = np.sort(y[known] / x[known])
     dropped = len(x) - len(ratios)
-    note = f"{dropped} of {len(x)} samples left out: 0 on both sides" if dropped else ""
+    note = f"{dropped} of {len(x)} samples excluded: 0 on both sides" if dropped else ""
     if not len(ratios):
         return Estimate(None, None, None, 0, checked_level(level), NOT_MEASURABLE)
     return _of_sorted(ratios, level, "median ratio", note)
@@ -198,7 +198,7 @@ def _of_sorted(ordered: Array, level: float, method: str, note: str = "") -> Est
     notes = [note, UNBOUNDED if value is None else ""]
     if ranks is None:
         needed = math.ceil(math.log2(2 / (1 - level)))
-        notes.append(f"an interval at {100 * level:.4g} % takes {needed} samples")
+        notes.append(f"an interval at {100 * level:.4g} % needs {needed} samples")
         return Estimate(value, None, None, n, level, "; ".join(filter(None, notes)))
     low, high = (None if ordered[rank - 1] == np.inf else float(ordered[rank - 1]) for rank in ranks)
     named = method if low is not None or high is not None else ""
@@ -210,7 +210,7 @@ def nonnegative_mean(values: ArrayLike, level: float = 0.95) -> Estimate:
 
     >>> estimate = nonnegative_mean([0.1, 0.3, 0.2, 0.1, 40.0, 0.2])
     >>> estimate.high, estimate.method, estimate.note
-    (None, 'at least', 'the largest values decide the mean; only a lower bound holds')
+    (None, 'at least', 'a few large values dominate the mean, so only a lower bound can be given')
     """
     y, level = nonnegative_means(scores(values, "values"), "values"), checked_level(level)
     low, high = nonnegative_limits(y, level)

@@ -1,6 +1,6 @@
-"""Training with noise: schedules, AQN, per-layer factors from a report, integrations, and the experiment of phases.
+"""Training with noise: schedules, AQN, per-layer factors from a report, integrations, and the phases experiment.
 
-Names are loaded when first used, so that what needs no torch (schedules, factors, verdicts) stays light.
+Names are loaded on first use, so that code without torch (schedules, factors, verdicts) stays light.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Adaptive quantisation noise (AQN): what noise, how strong at which step, with which seed; and its scope.
+"""Adaptive quantisation noise (AQN): the kind of noise, its scale at each step, its seed; and its scope.
 
     from noisescope import training
 
@@ -12,7 +12,8 @@
 One rule decides when noise is on: **a forward has noise if it starts with gradient mode on, and otherwise none**. So
 evaluation, generation (also inside the training step, as in GRPO) and reference log-probabilities, which run under
 `torch.no_grad()`, are clean by themselves, and gradient checkpointing recomputes what it had. What a step draws is a
-function of (seed, rank, step, number of the forward in the step), so a resumed run goes on as an unbroken one would.
+function of (seed, rank, step, number of the forward in the step), so a resumed run continues exactly as an
+uninterrupted one would.
 """
 
 from __future__ import annotations
@@ -77,7 +78,8 @@ class OperatorNoise:
 class NormNoise:
     """Noise on the norms' weights: w (1 + s z) for each channel, z ~ N(0, 1); `additive` gives QeRL's w + s z.
 
-    One number per channel, the same for all tokens, is drawn anew at each step. QeRL adds it to the parameter in place,
+    One number per channel, the same for all tokens, is drawn again at each step. QeRL adds it to the parameter in
+    place,
     where it stays: later steps add to it, and checkpoints and LoRA merges hold it. Here the norm computes with a noisy
     copy of its weight, made where the forward uses it, and the parameter never changes. The gradient reaches the
     parameter as if the copy were the parameter itself (straight through).
@@ -116,30 +118,31 @@ class AQN:
     def __post_init__(self) -> None:
         if not callable(self.schedule):
             raise InvalidInput(
-                f"schedule is a function of the step, such as training.Constant(0.05); got {self.schedule!r}"
+                f"schedule must be a function of the step, such as training.Constant(0.05); got {self.schedule!r}"
             )
         if not isinstance(self.noise, OperatorNoise | NormNoise):
             raise InvalidInput(
-                "noise is training.OperatorNoise(...) or training.NormNoise(...), the scale stands in the schedule; "
+                "noise must be training.OperatorNoise(...) or training.NormNoise(...), without a scale (the "
+                "schedule sets it); "
                 f"got {self.noise!r}"
             )
         self.noise.injection(0.0, self.seed, dict(self.layer_multipliers))  # refuses bad seeds and multipliers
 
     def injection(self, step: int, rank: int = 0) -> Injection:
-        """What falls on the model at a step."""
+        """The injection at a step."""
         seed = derive_seed(self.seed, rank, step if self.noise.renewed else 0)
         return self.noise.injection(self.schedule(step), seed, dict(self.layer_multipliers))
 
 
 def derive_seed(*parts: int) -> int:
-    """A seed from several numbers, unlike any other's."""
+    """A seed derived from several numbers, distinct from any other."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=6).digest(), "little")
 
 
 def noise(
     model: nn.Module, aqn: AQN, *, rank: int | None = None, without_gradients: bool = False, step: int = 0
 ) -> TrainingNoise:
-    """A scope in which `model` trains under `aqn`; `at(step)` on what it gives moves along the schedule.
+    """A scope in which `model` trains under `aqn`; call `at(step)` on it to move along the schedule.
 
     rank is the process's number among data-parallel ones; None asks torch.distributed (`data_rank`). With
     `without_gradients` noise falls also where gradient mode is off: evaluation and generation.
@@ -148,7 +151,7 @@ def noise(
 
 
 class TrainingNoise:
-    """The scope of a training run. `tally` counts what was injected, `scale` is that of the step it is at.
+    """The scope of a training run. `tally` counts injections, `scale` is that of the current step.
 
     The model stays open from entering to leaving, and where the schedule is 0 the probe sleeps: so a scope opened
     inside this one stays inside.
@@ -163,12 +166,12 @@ class TrainingNoise:
         self._open = False
         self._offs = 0  # how many off() we are inside
         self._asked = False  # whether any step so far wanted noise
-        self._changed: bool | None = None  # whether noise changed an element; None: none was looked at
+        self._changed: bool | None = None  # whether noise changed an element; None: none was sampled
         self._warned = False
 
     def __enter__(self) -> TrainingNoise:
         if self._open:
-            raise InvalidInput("this scope is open already: make one with training.noise(model, aqn) for each `with`")
+            raise InvalidInput("this scope is already open: create one with training.noise(model, aqn) for each `with`")
         self._probe.__enter__()
         self._open = True
         try:
@@ -188,9 +191,9 @@ class TrainingNoise:
     def at(self, step: int) -> None:
         """Move to a step of the schedule: call it before the step's first forward."""
         if not self._open:
-            raise InvalidInput("at() moves an open scope: use it inside `with training.noise(model, aqn) as noise:`")
+            raise InvalidInput("at() needs an open scope: call it inside `with training.noise(model, aqn) as noise:`")
         if self._offs:
-            raise InvalidInput("at() moves a scope that is on: leave off() first")
+            raise InvalidInput("at() can't be called inside off(): leave off() first")
         self._warn_of_rounding()
         self.step, self.scale = step, self.aqn.schedule(step)
         self._probe.asleep = self.scale == 0
@@ -209,7 +212,7 @@ class TrainingNoise:
     def off(self) -> Iterator[None]:
         """Inside, the model is as if there were no scope; afterwards the step goes on with the draws it had ahead.
 
-        Where another scope was opened inside this one, that one goes on and this one sleeps.
+        Where another scope was opened inside this one, that one continues and this one is inactive.
         """
         lifted = not self._offs and not self._probe.covered
         if lifted:  # a model without wrappers can be copied, pickled and compiled
@@ -225,32 +228,32 @@ class TrainingNoise:
             self._probe.asleep = self._offs > 0 or self.scale == 0
 
     def _check(self) -> None:
-        """Noise that was asked for and never fell, or never changed a number, is an error."""
+        """Requested noise that was never injected, or never changed a number, is an error."""
         if not (self.tally.forward or self.tally.backward):
             raise NothingInjected(
-                "no noise fell on the model in this scope although its schedule asked for some: every forward ran "
-                "with gradient mode off (torch.no_grad), what is targeted never ran, or (noise on gradients alone) "
-                "nothing targeted needs a gradient"
+                "no noise was injected in this scope although its schedule asked for some: every forward ran under "
+                "torch.no_grad, the targeted operators never ran, or (for noise on gradients only) nothing targeted "
+                "requires a gradient"
             )
         self._note_change()
         if self._changed is False:
             raise NoiseRoundsAway(
-                "noise fell on the model in this scope, but changed none of the elements looked at, so this was "
-                f"training without noise: {self._rounding() or 'it is too small for their dtype'}"
+                "noise was injected in this scope but changed none of the sampled elements, so training ran without "
+                f"noise: {self._rounding() or 'it is too small for their dtype'}"
             )
 
     def _note_change(self) -> None:
-        """Before the samples are forgotten: whether noise did anything. Asks the device until it has."""
+        """Before the samples are cleared: note whether noise changed anything. Queries the device until it has."""
         share = None if self._changed else self.tally.changed
         if share is not None:
             self._changed = share > 0
 
     def _warn_of_rounding(self) -> None:
-        """A schedule that falls below what the dtype resolves goes on without noise: warn once."""
+        """A schedule that falls below the dtype's resolution continues without noise: warn once."""
         words = self._rounding()
         if words and not self._warned:
             self._warned = True
-            warnings.warn(f"at step {self.step} {words}. End the schedule above it, or at 0", stacklevel=3)
+            warnings.warn(f"at step {self.step} {words}. End the schedule above that scale, or at 0", stacklevel=3)
 
     def _rounding(self) -> str:
         """Where noise is below what its dtype resolves; "" if nowhere."""
@@ -259,13 +262,13 @@ class TrainingNoise:
             return ""
         scale, floor, dtype = next(iter(rounded.rounded_away.values()))
         return (
-            f"noise of scale {scale:g} rounds away in {dtype} (first at {rounded.module}): the smallest that survives "
-            f"there is {floor:.4g}"
+            f"noise of scale {scale:g} is lost to rounding in {dtype} (first at {rounded.module}): the smallest "
+            f"scale that has an effect there is {floor:.4g}"
         )
 
 
 class _TrainingProbe(Probe):
-    """A probe that wakes where gradient mode is on, sleeps on request, and leaves the checks to its scope."""
+    """A probe that is active while gradient mode is on, can be paused, and leaves the checks to its scope."""
 
     any_order = True  # trainers end callbacks in the order in which they began them
 

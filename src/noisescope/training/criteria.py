@@ -1,4 +1,4 @@
-"""The original method notes' criteria for noise in training, as regions (see hypotheses.py), and its theory.
+"""The original method notes' criteria for noise in training, as regions (see hypotheses.py), and their theory.
 
 Points are percentage points of accuracy. Arms are compared only where both were trained, at the same scale. No torch.
 """

@@ -1,8 +1,9 @@
-"""A training of the experiment of phases by TRL's GRPO.
+"""One training run of the phases experiment with TRL's GRPO.
 
 The policy answers each problem several times, an exact answer is worth 1, and answers above their group's mean become
-likelier. Noise falls where gradient mode is on (trainer_callback.py): on the policy's forward and backward, not on the
-generation that is rewarded. A training takes minutes and has no checkpoints: one that is broken off starts anew.
+likelier. Noise is injected while gradient mode is on (trainer_callback.py): on the policy's forward and backward, not
+on the
+generation that is rewarded. A training takes minutes and has no checkpoints: an interrupted one starts again.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ LONGEST_ANSWER = 3  # tokens: two digits and the end
 
 
 def exact(completions: Sequence[str], answer: Sequence[str], **_: Any) -> list[float]:
-    """The reward: 1 where a completion is the answer and nothing else."""
+    """The reward: 1 if a completion is exactly the answer."""
     return [float(text.strip() == right) for text, right in zip(completions, answer, strict=True)]
 
 
 def train(job: Job) -> Trained:
-    """The arm's model, practised. All arms of a seed have the same problems and random numbers for sampling."""
+    """Train the arm's model. All arms of a seed have the same problems and random numbers for sampling."""
     design = job.design
     task: Any = design.task  # a demo.task.Practice
     loop = task.begin(job.seed, device=design.device, cache=job.cache)
@@ -63,7 +64,7 @@ def train(job: Job) -> Trained:
 
 @contextmanager
 def _no_telemetry() -> Iterator[None]:
-    """A trainer of TRL tells the hub that it was made; noisescope asks the network for nothing."""
+    """TRL trainers report their creation to the hub; noisescope never uses the network."""
     before = constants.HF_HUB_DISABLE_TELEMETRY
     constants.HF_HUB_DISABLE_TELEMETRY = True
     try:

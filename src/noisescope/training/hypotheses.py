@@ -1,4 +1,4 @@
-"""Verdicts of the experiment of phases: criteria as regions, estimates over seeds x problems. No torch.
+"""Verdicts of the phases experiment: criteria as regions, estimates over seeds x problems. Does not import torch.
 
 A criterion names a quantity and the region it must lie in. With an interval that holds for all criteria together, a
 criterion is *supported* where the interval lies inside the region, *refuted* where it lies outside, and *not decidable
@@ -51,7 +51,7 @@ SECOND_HALF = 0.5  # of a run: where its stability is looked at
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """Training at one step; None where a number was not finite."""
+    """Training at one step; None if a number was not finite."""
 
     step: int
     gradient_norm: float | None
@@ -78,7 +78,7 @@ class Outcome:
 
     @property
     def diverged(self) -> bool:
-        """Not finite at some time, or worse on held-out problems at the end than at the first point."""
+        """Not finite at some point, or worse on held-out problems at the end than at the first point."""
         values = _finite([point.held_out for point in self.curve])
         # 1 nat per token: below that, a model that knew all may waver
         return values is None or values[-1] > max(values[0], 1.0)
@@ -163,13 +163,13 @@ def out_of_reach(criterion: Criterion, others: Mapping[int, Outcome]) -> str:
     else:
         return ""
     return (
-        f"{criterion.b} answers {100 * known:.1f} % already, so {100 * missed:g} points more are out of reach; "
-        "ask at a higher noise level, or a harder task"
+        f"{criterion.b} answers {100 * known:.1f} % correctly already, so {100 * missed:g} points more are out of "
+        f"reach; use a higher noise level or a harder task"
     )
 
 
 def deciding(criterion: Criterion, spread: Spread, level: float) -> Needed | None:
-    """The cheapest numbers of seeds and problems that would decide with a chance of POWER, were the estimate true."""
+    """The cheapest numbers of seeds and problems that would decide with probability POWER, given the estimate."""
 
     def fewest_seeds(problems: int) -> int:
         def enough(seeds: int) -> bool:
@@ -245,11 +245,13 @@ def spread_of(criterion: Criterion, outcomes: Outcomes) -> Spread | str:
     a, b = outcomes.get(criterion.a, {}), outcomes.get(criterion.b, {})
     seeds = sorted(set(a) & set(b))
     if len(seeds) < 2:
-        return f"both arms are trained for {len(seeds)} of the seeds, and two are the least that show a spread"
+        return (
+            f"both arms were trained for {len(seeds)} of the seeds, but at least two are needed to estimate the spread"
+        )
     if criterion.quantity in ("accuracy", "retention"):
         learned = [_learned([arm[s] for s in seeds]) for arm in (a, b)]
         if not (all(learned) if criterion.quantity == "retention" else any(learned)):
-            return f"{stats.NOT_MEASURABLE}: without noise the models answer no better than chance"
+            return f"{stats.NOT_MEASURABLE}: without noise the models do no better than chance"
     if criterion.quantity == "accuracy":
         return crossed(np.stack([_accuracy(a[s], criterion.level) - _accuracy(b[s], criterion.level) for s in seeds]))
     if criterion.quantity == "retention":
@@ -260,7 +262,7 @@ def spread_of(criterion: Criterion, outcomes: Outcomes) -> Spread | str:
     if np.isnan(logs).any():
         return f"{stats.NOT_MEASURABLE}: a run diverged"
     if np.isinf(logs).any():
-        return f"{stats.NOT_MEASURABLE}: {criterion.quantity} was 0 in a run, and to 0 there is no ratio"
+        return f"{stats.NOT_MEASURABLE}: {criterion.quantity} was 0 in a run, so there is no ratio"
     return crossed(logs[:, :1] - logs[:, 1:])
 
 

@@ -1,4 +1,4 @@
-"""Noise in several processes: switched on by a launcher's environment variables, and drawn by data-parallel rank.
+"""Noise in several processes: enabled by a launcher's environment variables, and drawn by data-parallel rank.
 
     variables = launch.environment(0.05, seed=1, tally="tally")              # give these to the workers
     ...                                                                      # the training runs
@@ -30,7 +30,7 @@ from noisescope.training import schedules
 from noisescope.training.worker_environment import STEP_FILE
 
 TENSOR = ("tp", "tensor", "tensor_parallel", "model", "sp", "cp", "ep", "pp")  # dimensions that split one sample's work
-TALLY = FileKind("worker's count of injections", "Call launch.environment() anew, and run again")
+TALLY = FileKind("injection tally", "Call launch.environment() again and rerun")
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def environment(
     A `schedule` over `steps` is for rollout workers (`without_gradients`), which learn the step from `set_step`.
     """
     if checked_scale(scale, "scale") == 0:
-        raise InvalidInput("scale 0 is no noise: give a scale above 0, or start the workers without these variables")
+        raise InvalidInput("scale 0 means no noise: give a scale above 0, or start the workers without these variables")
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise InvalidInput(f"seed must be an int, got {seed!r}")
     chosen = _names(phases)
@@ -70,12 +70,12 @@ def environment(
         raise InvalidInput("phases is empty: give 'forward', 'backward' or both")
     targets = None if operators is None else sorted(canonical_operator(name) for name in _names(operators))
     if targets == []:
-        raise InvalidInput("operators is empty: name some, such as ['softmax'], or leave it out for all products")
+        raise InvalidInput("operators is empty: name some, such as ['softmax'], or omit it for all matrix products")
     schedules.named(schedule, scale, steps)  # which refuses bad values
     if schedule != "constant" and (tally is None or not without_gradients):
         raise InvalidInput(
-            f"the schedule {schedule} is for rollout workers, which read the step in the folder of the tally: give "
-            "without_gradients=True and tally. In a trainer use training.noise or its callback"
+            f"the schedule {schedule} works only in rollout workers, which read the step from the tally folder: "
+            f"give without_gradients=True and tally. In a trainer use training.noise or its callback"
         )
     variables = {
         "NOISESCOPE_SCHEDULE": schedule,
@@ -99,17 +99,17 @@ def _names(given: Iterable[str] | str) -> set[str]:
 
 
 def set_step(tally: str | Path, step: int) -> None:
-    """Tell rollout workers the trainer's step, from which their next forward takes its scale and its draws.
+    """Set the trainer's step for rollout workers, which determines the scale and draws of their next forward.
 
     `tally` is the run's own folder, variables["NOISESCOPE_TALLY"].
     """
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise InvalidInput(f"a step is a whole number from 0 on, got {step!r}")
+        raise InvalidInput(f"a step must be an integer of at least 0, got {step!r}")
     write_file(Path(tally) / STEP_FILE, str(step))
 
 
 def confirm(tally: str | Path, workers: int) -> dict[str, dict[str, int]]:
-    """What each worker of a run counted, by file; raises unless just `workers` of them report and all injected.
+    """What each worker of a run counted, by file; raises unless exactly `workers` of them report injections.
 
     `tally` is the run's own folder, variables["NOISESCOPE_TALLY"]. Workers write every five seconds: ask after the
     first steps, or at the end.
@@ -118,13 +118,13 @@ def confirm(tally: str | Path, workers: int) -> dict[str, dict[str, int]]:
     found = {path.stem: vars(read_foreign(path, WorkerTally, TALLY)) for path in files}
     if len(found) < workers:
         raise NothingInjected(
-            f"{len(found)} of {workers} workers report in {tally}: the others never imported noisescope.noisy_ops, or "
-            "did not get the environment variables. The folder to ask is variables['NOISESCOPE_TALLY']"
+            f"{len(found)} of {workers} workers reported in {tally}: the others never imported noisescope.noisy_ops "
+            f"or did not receive the environment variables. The folder is variables['NOISESCOPE_TALLY']"
         )
     if len(found) > workers:
         raise InvalidInput(
-            f"{len(found)} workers report in {tally}, but {workers} are expected: some were restarted, or another run "
-            "wrote there, too. Call launch.environment() anew for each run"
+            f"{len(found)} workers reported in {tally}, but {workers} were expected: some were restarted, or "
+            f"another run wrote to the same folder. Call launch.environment() again for each run"
         )
     silent = [name for name, counts in found.items() if not counts["forward"] + counts["backward"]]
     if silent:
@@ -146,8 +146,8 @@ def data_rank(model: nn.Module) -> int:
 
     Data-parallel processes see different samples, so each draws its own noise. Tensor-parallel ones hold parts of the
     same samples and must agree, or their copies of an activation drift apart: they share a number. Which is which is
-    read from the device meshes of the parameters; where it can't be read, it is asked for. FSDP2 gathers a block's
-    weights before its forward, so noise on a weight falls on the whole weight, never on the sharded parameter.
+    read from the device meshes of the parameters; if it can't be read, the caller must pass it. FSDP2 gathers a block's
+    weights before its forward, so noise on a weight applies to the whole weight, never to the sharded parameter.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return 0
@@ -160,7 +160,7 @@ def data_rank(model: nn.Module) -> int:
 
 
 def _splits(mesh: Any, model: nn.Module) -> bool:
-    """Whether a dimension of the mesh splits the work on one sample; refused where its dimensions have no names."""
+    """Whether a mesh dimension splits the work on one sample; an error if its dimensions have no names."""
     if mesh.mesh_dim_names is not None:
         return any(name in TENSOR for name in mesh.mesh_dim_names)
     from torch.distributed.fsdp import FSDPModule
@@ -168,8 +168,8 @@ def _splits(mesh: Any, model: nn.Module) -> bool:
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         return False  # FSDP2's own mesh: it shards weights, not samples
     raise InvalidInput(
-        "the model is spread over a device mesh whose dimensions have no names, so it can't be told which processes "
-        "see the same samples: pass rank=, equal in processes that share samples and different in all others"
+        "the model is spread over a device mesh whose dimensions have no names, so noisescope can't determine which "
+        "processes see the same samples: pass rank=, equal in processes that share samples and different in all others"
     )
 
 

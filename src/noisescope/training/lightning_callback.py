@@ -1,7 +1,8 @@
 """Noise in Lightning's Trainer: `Trainer(callbacks=[LightningNoiseCallback(aqn)])`.
 
-Noise falls on the LightningModule's transformer blocks where gradient mode is on; Lightning validates and predicts with
-it off. A step is an optimizer step (`trainer.global_step`), so a resumed run goes on at the right scale.
+Noise is injected into the LightningModule's transformer blocks while gradient mode is on; Lightning validates and
+predicts with
+it off. A step is an optimizer step (`trainer.global_step`), so a resumed run continues at the right scale.
 """
 
 from __future__ import annotations

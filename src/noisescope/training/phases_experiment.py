@@ -1,4 +1,4 @@
-"""The experiment of phases: the same training with no, forward, backward or both kinds of noise, tested under noise.
+"""The phases experiment: the same training with no, forward, backward or both kinds of noise, tested under noise.
 
 An arm is a kind of training noise; arm x seed is one trial, kept when it ends, and resumed from a checkpoint where it
 was interrupted. All arms of a seed start from the same weights and see the same data in the same order, and every
@@ -55,7 +55,7 @@ class TrainingLoop(Protocol):
 
 
 class Task(Protocol):
-    """What is learned and tested: a value that travels to other processes."""
+    """What is learned and tested, as a value that can be sent to other processes."""
 
     method: ClassVar[
         str
@@ -75,7 +75,7 @@ class Task(Protocol):
 
 @dataclass(frozen=True)
 class Arm:
-    """Noise in training, by name: KIND[@SCALE][:SCHEDULE], such as "forward", "both@0.025", "norm@0.01:staged"."""
+    """The noise of one training arm, by name: KIND[@SCALE][:SCHEDULE], such as "forward" or "norm@0.01:staged"."""
 
     kind: str
     scale: float
@@ -97,7 +97,9 @@ class Arm:
         if kind == "none":
             return cls(kind, 0.0)
         if checked_scale(own, f"scale of arm {text!r}") == 0:
-            raise InvalidInput(f"arm {text!r} has a scale of 0, which is no noise: give one above 0, or the arm none")
+            raise InvalidInput(
+                f"arm {text!r} has a scale of 0, which means no noise: give a scale above 0, or use the arm none"
+            )
         return cls(kind, float(own), schedule or "constant")
 
     def __str__(self) -> str:
@@ -117,7 +119,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class Design:
-    """Which arms are trained how often, and how they are tested."""
+    """Which arms are trained, how often, and how they are tested."""
 
     task: Task
     arms: tuple[Arm, ...]
@@ -139,9 +141,11 @@ class Design:
         except RuntimeError as error:
             raise InvalidInput(f"unknown device {self.device!r}: give cpu, cuda, cuda:1 ...") from error
         if len(set(map(str, self.arms))) < len(self.arms) or not self.arms or not self.seeds:
-            raise InvalidInput(f"arms and seeds must be given, each arm once; got {', '.join(map(str, self.arms))}")
+            raise InvalidInput(
+                f"give at least one arm and one seed, and each arm only once; got {', '.join(map(str, self.arms))}"
+            )
         if any(arm.kind == "adaptive" for arm in self.arms) and not self.factors:
-            raise InvalidInput("an adaptive arm needs factors of layers: training.from_report(report)")
+            raise InvalidInput("an adaptive arm needs per-layer factors: training.from_report(report)")
 
     def trial(self, arm: Arm, seed: int) -> Trial:
         """What arm x seed is, as a value: its id finds it in a store, whichever machine trained it."""
@@ -159,13 +163,13 @@ class Design:
         return Trial(conditions, "train", Slice(self.task.data_name(), 0, self.task.samples), None, settings)
 
     def trials(self) -> list[tuple[Trial, Arm, int]]:
-        """All of them, seed by seed: a run that is cut short has whole comparisons."""
+        """All trials, seed by seed, so that an interrupted run has complete comparisons."""
         return [(self.trial(arm, seed), arm, seed) for seed in self.seeds for arm in self.arms]
 
 
 @dataclass(frozen=True)
 class Job:
-    """One trial as a process gets it."""
+    """One trial as sent to a process."""
 
     design: Design
     arm: Arm
@@ -176,7 +180,7 @@ class Job:
 
 
 class Trained(NamedTuple):
-    """What a training leaves."""
+    """The result of a training run."""
 
     model: nn.Module
     curve: list[dict[str, float]]
@@ -184,7 +188,7 @@ class Trained(NamedTuple):
 
 
 def run(job: Job) -> Result | None:
-    """Train and test; None where the time was up first, and the checkpoint has what was done."""
+    """Train and test; None if time ran out first, with the progress in the checkpoint."""
     if time.time() >= job.deadline:
         return None
     train_by = train
@@ -199,7 +203,7 @@ def run(job: Job) -> Result | None:
 
 
 def train(job: Job) -> Trained | None:
-    """A step after the other, on from the checkpoint if there is one; None where the time was up."""
+    """Train step by step, from the checkpoint if there is one; None if time ran out."""
     design, task = job.design, job.design.task
     loop: TrainingLoop = task.begin(job.seed, device=design.device, cache=job.cache)
     curve: list[dict[str, float]] = []
@@ -212,7 +216,8 @@ def train(job: Job) -> Trained | None:
         started -= kept["seconds"]
     aqn = job.arm.aqn(task.steps, job.seed, design.operators, design.factors)
     scope = contextlib.nullcontext() if aqn is None else noise(loop.model, aqn, rank=0, step=loop.step)
-    # Later pieces may be all below the dtype's resolution where a schedule falls; that is no failure (see `rounding`).
+    # Later pieces may be all below the dtype's resolution where a schedule falls; that is not a failure (see
+    # `rounding`).
     forgiven = (NoiseRoundsAway,) if any(before.values()) else ()
     with contextlib.suppress(*forgiven), scope as scoped:
         while loop.step < task.steps:
@@ -247,7 +252,7 @@ def seconds_before(job: Job) -> float:
 
 
 def _read_checkpoint(path: Path, device: str) -> dict[str, Any] | None:
-    """None where there is none, or a damaged one: torch would not notice, and the training starts anew."""
+    """None if there is none, or it is damaged: torch would not notice, and training starts again."""
     raw = read_sealed(path)
     return None if raw is None else torch.load(io.BytesIO(raw), map_location=device, weights_only=True)
 
@@ -285,7 +290,7 @@ def due(step: int, steps: int, times: int) -> bool:
 
 
 def rounding(design: Design, arm: Arm) -> str:
-    """In how many steps an arm's noise is smaller than half the spacing of the numbers it falls on, in words."""
+    """In how many steps an arm's noise is below half the spacing of the numbers it is added to, as text."""
     aqn = arm.aqn(design.task.steps, 0, design.operators, design.factors)
     if aqn is None:
         return ""
@@ -298,8 +303,8 @@ def rounding(design: Design, arm: Arm) -> str:
     where = "the scale of some layers" if aqn.layer_multipliers else "the scale"
     name = str(dtype).removeprefix("torch.")
     return (
-        f"{arm}: in {lost} of {design.task.steps} steps {where} is below {smallest:.2g}, half the spacing of {name}: "
-        "most or all of such noise rounds away, though it is counted"
+        f"{arm}: in {lost} of {design.task.steps} steps {where} is below {smallest:.2g}, half the spacing of "
+        f"{name}: most or all of that noise is lost to rounding, although it is counted"
     )
 
 

@@ -1,7 +1,7 @@
-"""How strong the noise is: as a function of the training step, and per layer from a report. No state, no torch.
+"""The strength of noise: as a function of the training step, and per layer from a report. No state, no torch.
 
-A schedule is a value and a function step -> scale; any callable of that form will do. Steps count from 0, and behind
-its last step a schedule keeps its end, so that a resumed or prolonged run meets no surprise.
+A schedule is a value and a function step -> scale; any callable of that form works. Steps are numbered from 0, and
+after its last step a schedule keeps its final value, also in a resumed or extended run.
 
 Exponential decay can't reach 0. Where `end` is 0 it falls as towards a hundredth of `start` (the ratio of QeRL's own
 settings, 0.01 to 0.0001) and is exactly 0 at the end.
@@ -96,9 +96,9 @@ class Staged:
     """QeRL's staged decay: no noise during a warm-up, then `stages` plateaus falling geometrically from start to end.
 
     warm_up is the share of steps without noise; None is the original's 1 / (stages + 1). With `epochs` above 1 the run
-    of `steps` is cut into that many equal parts, and the warm-up and the stages start anew in each ("epoch-aware").
+    of `steps` is cut into that many equal parts, and the warm-up and the stages start again in each ("epoch-aware").
     One stage is a constant `start`. Where there are fewer steps than stages, each step is a stage, still from start to
-    end. Behind `steps` the last stage goes on.
+    end. After `steps` the last stage continues.
 
     QeRL (2025): sigma_k = start (end / start)^((k - 1) / (K - 1)), k = 1 ... K.
     """
@@ -116,7 +116,7 @@ class Staged:
         for name in ("steps", "stages", "epochs"):
             _checked_count(getattr(self, name), name)
         if self.warm_up is not None and not 0 <= self.warm_up < 1:
-            raise InvalidInput(f"warm_up is a share of the steps, from 0 to below 1; got {self.warm_up}")
+            raise InvalidInput(f"warm_up must be a share of the steps, at least 0 and below 1; got {self.warm_up}")
 
     def __call__(self, step: int) -> float:
         at, length = self._in_epoch(_checked_step(step))
@@ -165,7 +165,7 @@ def geometric(start: float, end: float, share: float) -> float:
 
 def _checked_step(step: int) -> int:
     if step < 0:
-        raise InvalidInput(f"steps count from 0, got {step}")
+        raise InvalidInput(f"steps are numbered from 0, got {step}")
     return step
 
 
@@ -211,7 +211,9 @@ def equalised(costs: Mapping[int, float], limits: tuple[float, float] = LIMITS) 
     {0: 1.0, 1: 1.0, 2: 1.0}
     """
     if not costs or any(not math.isfinite(cost) or cost < 0 for cost in costs.values()) or not any(costs.values()):
-        raise InvalidInput(f"costs must be finite KLs of at least 0, one above 0; got {dict(costs)}")
+        raise InvalidInput(
+            f"costs must be finite KL values of at least 0, with at least one above 0; got {dict(costs)}"
+        )
     low, high = limits
 
     def factors(level: float) -> dict[Place, float]:
@@ -252,7 +254,7 @@ def layer_costs(section: LayerAnalysis) -> dict[int, float]:
 
 
 def from_report(report: Report | Diagnosis, rule: str = "equalised") -> dict[Place, float]:
-    """Factors by the smooth rule, or by one of the original method notes' ("methodology", "summary")."""
+    """Factors by the smooth rule, or by one of the original method notes' rules ("methodology", "summary")."""
     section = (report if isinstance(report, Diagnosis) else report.diagnosis).layer_analysis
     if section is None:
         raise InvalidInput("the report has no layer analysis: run noisescope diagnose with --level layer")

@@ -2,8 +2,9 @@
 
     trainer = Trainer(model=model, ..., callbacks=[TrainingNoiseCallback(aqn)])
 
-A step is the Trainer's own (an optimizer step; its micro-batches draw different noise), so a resumed run goes on at the
-right scale. Noise falls where gradient mode is on: the Trainer evaluates, and TRL generates and computes reference and
+A step is the Trainer's own (an optimizer step; its micro-batches draw different noise), so a resumed run continues at
+the right scale. Noise is injected while gradient mode is on: the Trainer evaluates, and TRL generates and computes
+reference and
 old log-probabilities, under `torch.no_grad()`, so these are clean. In GRPO the ratio of new to old log-probabilities
 then holds the noise, wherever TRL computes the old ones apart.
 """
@@ -30,12 +31,11 @@ Check = Callable[[nn.Module], Any]  # what it returns goes into the run history:
 
 
 class TrainingNoiseCallback(TrainerCallback):  # type: ignore[misc]
-    """Trains under an AQN; scale and counts stand in the Trainer's log history beside the loss.
+    """Trains under an AQN; scale and counts appear in the Trainer's log history next to the loss.
 
     check is called with the model every `check_every` steps, this noise off and in evaluation mode: a gate, a
     diagnosis, anything; its answer goes into the history as "noise_check", and gradients and random states are
-    afterwards what they were. Where `train()` raises, a callback is not called: call `close()`, or the model stays
-    noisy.
+    afterwards what they were. If `train()` raises, callbacks are not called: call `close()`, or the model stays noisy.
 
     Of several such callbacks in one Trainer the second logs as "noise_2_scale" and so on. After resuming, counts go on
     from the last that was logged before the checkpoint.
@@ -45,7 +45,7 @@ class TrainingNoiseCallback(TrainerCallback):  # type: ignore[misc]
         self, aqn: AQN, *, without_gradients: bool = False, check: Check | None = None, check_every: int = 0
     ) -> None:
         if (check is None) != (check_every < 1):
-            raise InvalidInput("check and check_every (at least 1) belong together: give both or neither")
+            raise InvalidInput("give both check and check_every (at least 1), or neither")
         self.aqn = aqn
         self.scope: TrainingNoise | None = None
         self._without_gradients = without_gradients
@@ -84,7 +84,7 @@ class TrainingNoiseCallback(TrainerCallback):  # type: ignore[misc]
         self._leave(None)
 
     def close(self) -> None:
-        """Take the noise off after a training that broke off. Does nothing after one that ended."""
+        """Remove the noise after an interrupted training. Has no effect after a completed one."""
         self._leave(RuntimeError)  # as on the way of an error: no complaint about missing noise
 
     def _leave(self, kind: type[BaseException] | None) -> None:
@@ -95,7 +95,7 @@ class TrainingNoiseCallback(TrainerCallback):  # type: ignore[misc]
 
 @contextlib.contextmanager
 def random_state_kept(devices: Iterable[torch.device] | None = None) -> Iterator[None]:
-    """Afterwards the random states of Python, NumPy and torch (on `devices`, or all) are what they were."""
+    """Restore the random states of Python, NumPy and torch (on `devices`, or all) afterwards."""
     python, arrays = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices):
@@ -107,7 +107,7 @@ def random_state_kept(devices: Iterable[torch.device] | None = None) -> Iterator
 
 @contextlib.contextmanager
 def _as_it_was(model: nn.Module) -> Iterator[None]:
-    """In evaluation mode inside; afterwards modes, gradients and random states are what they were."""
+    """Evaluation mode inside; modes, gradients and random states are restored afterwards."""
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
     try:

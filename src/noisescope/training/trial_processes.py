@@ -1,4 +1,4 @@
-"""Trials of the experiment in this process, in several, or on Ray; what ends is handed over at once.
+"""Runs trials of the experiment in this process, in several, or on Ray; results are returned as they finish.
 
 A model as small as the bundled one keeps a GPU waiting for its next operation most of the time, so several processes
 share one: `workers` is a number of processes, not of devices. Each computes with one thread, as this process does when
@@ -24,7 +24,7 @@ Ended = tuple[Job, Result | None, float]  # None: the time was up; seconds
 
 
 def attempt(job: Job) -> tuple[Result | None, float]:
-    """A job's result, its error as a row, or None where the time was up; seconds with those of earlier pieces."""
+    """A job's result, its error as a row, or None if time ran out; seconds include earlier parts."""
     started = time.perf_counter() - seconds_before(job)
     try:
         result = run(job)
@@ -36,19 +36,20 @@ def attempt(job: Job) -> tuple[Result | None, float]:
 def run_all(
     jobs: Sequence[Job], *, workers: int, executor: str = "local", address: str | None = None
 ) -> Iterator[Ended]:
-    """Every job as it ends."""
+    """Every job as it finishes."""
     if executor == "ray":
         return _on_ray(jobs, workers, address)
     return _in_this_process(jobs) if workers == 1 or len(jobs) < 2 else _in_processes(jobs, workers)
 
 
 def check_device(device: str) -> None:
-    """Refuse a device that this machine has not."""
+    """Reject a device that this machine does not have."""
     try:
         torch.ones(1, device=device).item()
     except (RuntimeError, AssertionError) as error:
         raise InvalidInput(
-            f"can't train on device {device!r}: {first_line(error)}. Give one this machine has: cpu, cuda, cuda:1 ..."
+            f"can't train on device {device!r}: {first_line(error)}. Choose a device this machine has: cpu, cuda, "
+            f"cuda:1 ..."
         ) from error
 
 
@@ -63,7 +64,7 @@ def _in_this_process(jobs: Sequence[Job]) -> Iterator[Ended]:
 
 
 def _in_processes(jobs: Sequence[Job], workers: int) -> Iterator[Ended]:
-    """Fresh processes: a forked one can't use a GPU that its parent has touched."""
+    """Fresh processes: a forked one can't use a GPU that its parent has used."""
     fresh = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(workers, len(jobs)), fresh, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         running = {pool.submit(attempt, job): job for job in jobs}
@@ -72,8 +73,9 @@ def _in_processes(jobs: Sequence[Job], workers: int) -> Iterator[Ended]:
                 yield (running[done], *done.result())
         except BrokenProcessPool as error:
             raise NoisescopeError(
-                "a process died: too little memory, or a script that asks for several processes without "
-                "`if __name__ == '__main__':`, which each of them would run again. The same call goes on from there"
+                "a worker process died: it ran out of memory, or the script starts several processes without `if "
+                "__name__ == '__main__':`, so each of them would run the script again. The same call continues from "
+                "there"
             ) from error
         finally:
             pool.shutdown(wait=False, cancel_futures=True)

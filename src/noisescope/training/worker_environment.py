@@ -1,4 +1,4 @@
-"""What a worker reads of its launcher's environment variables, and the count of injections that it writes."""
+"""Reads a worker's settings from its launcher's environment variables, and writes its count of injections."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FLAGS = {**dict.fromkeys(("1", "true", "yes", "on"), True), **dict.fromkeys(("0
 
 
 def read(name: str, parse: Callable[[str], Any]) -> Any:
-    """What `parse` makes of an environment variable; None where it is not set, or empty."""
+    """The parsed value of an environment variable; None if it is not set, or empty."""
     for variable in (f"NOISESCOPE_{name}", *([f"{NOTES_PREFIX}{name}"] if name in ALIASED else [])):
         text = os.environ.get(variable, "").strip()
         if text:
@@ -47,7 +47,8 @@ def rank() -> int:
 def keep_tally(folder: Path, counts: Callable[[], dict[str, int]]) -> None:
     """Write this process's counts into a file of the folder: now, every few seconds, and at the end.
 
-    A worker may be killed without a word, so the end alone is too late. `training.launch.confirm` reads the files.
+    A worker may be killed without notice, so writing only at the end is too late. `training.launch.confirm` reads the
+    files.
     """
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"rank{rank()}-{os.getpid()}.json"

@@ -58,8 +58,8 @@ def test_noise_that_rounds_away_is_no_robustness(answered_by):
     model = tiny_model("llama").to(torch.bfloat16)
     data = [answered_by(model)]
     row = operator_level_diagnosis(model, data, 1e-5, operators=["matmul"], seeds=1)["matmul"]
-    assert row["evidence"] == "failed" and "rounds away" in row["error"] and row["degradation"] is None
-    with pytest.raises(NoisescopeError, match="rounds away"):
+    assert row["evidence"] == "failed" and "is lost to rounding" in row["error"] and row["degradation"] is None
+    with pytest.raises(NoisescopeError, match="is lost to rounding"):
         operator_sensitivity_analysis(model, data, 1e-5, operators=["matmul"], seeds=1)
 
 

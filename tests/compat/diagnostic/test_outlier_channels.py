@@ -98,7 +98,7 @@ def test_both_products_of_experts_are_seen(tokens, logits):
 def test_a_capture_says_when_it_has_seen_nothing(subject, tokens, logits):
     """No outliers and nothing looked at are two things; registering again starts anew."""
     capture = ActivationCapture(subject)
-    with pytest.raises(InvalidInput, match="nothing was captured"):
+    with pytest.raises(InvalidInput, match="nothing has been captured"):
         capture.detect_outliers()
     with pytest.raises(InvalidInput, match="register_hooks"):
         capture.tokens(torch.ones(2, 6))
@@ -181,7 +181,7 @@ def test_tensors_that_can_not_be_judged():
     """One dimension has no channels, and NaN would compare as "no outlier": both are refused."""
     with pytest.raises(InvalidInput, match="channels"):
         detect_outliers(torch.ones(4))
-    with pytest.raises(InvalidInput, match="1 channels hold NaN"):
+    with pytest.raises(InvalidInput, match="1 channels contain NaN"):
         detect_outliers(torch.tensor([[1.0, float("nan"), 2.0]]))
     with pytest.raises(InvalidInput, match="between 0 and 1"):
         detect_outliers_quantile(torch.ones(2, 2), quantile=99)
@@ -227,7 +227,7 @@ def test_the_output_of_a_block_or_a_module(subject, tokens):
     assert capture_layer_output(subject, name, tokens).shape == (2, 6, 64)
     with pytest.raises(InvalidInput, match="layer 2 is out of range: the model has 2 blocks"):
         capture_layer_output(subject, 2, tokens)
-    with pytest.raises(InvalidInput, match=r"'model\.layers\.1\.self_attn' is no module with one output"):
+    with pytest.raises(InvalidInput, match=r"'model\.layers\.1\.self_attn' is not a module with one output"):
         capture_layer_output(subject, "model.layers.1.self_attn", tokens)
 
 

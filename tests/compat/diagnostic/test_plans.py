@@ -90,7 +90,7 @@ def test_the_generator_takes_the_notes_report(subject, tmp_path):
 
 def test_reports_that_are_none_are_refused():
     """A list, a report of something else, layers and modules that can't be read."""
-    with pytest.raises(InvalidInput, match="a report is a dictionary"):
+    with pytest.raises(InvalidInput, match="a report must be a dictionary"):
         RobustnessMonitor([1])
     for report, reason in (
         ({}, "no executive_summary"),

@@ -38,7 +38,7 @@ def test_on_and_off(llama: Any, tokens: torch.Tensor) -> None:
     assert adaptive.enable_adaptive_noise() == pytest.approx({0: 0.025, 1: 0.1, 2: 0.05})
     assert loss() != clean
     assert set(noisy_ops.get_layer_injection_stats()) == {0, 1, 2}
-    with pytest.raises(InvalidInput, match="on already"):
+    with pytest.raises(InvalidInput, match="already enabled"):
         adaptive.enable_adaptive_noise()
     adaptive.disable_adaptive_noise()
     assert loss() == clean

@@ -98,6 +98,6 @@ def test_a_refusal_is_repeated(model):
     no.enable_noisy_ops()
     with pytest.raises(ModelHeld), ns.inject(model, ns.Injection(ns.Gaussian(0.05))):
         for _ in range(2):
-            with pytest.raises(ModelHeld, match="call it once before"):
+            with pytest.raises(ModelHeld, match="call the model once before"):
                 logits(model)
         logits(model)

@@ -101,7 +101,11 @@ def test_zero_is_an_error():
     no.set_selective_operators(None)
     no.enable_noisy_ops(1e-4)
     no.NoisyMatMul(A.bfloat16(), B.bfloat16())
-    with pytest.raises(NoiseRoundsAway, match=r"NoisyMatMul, forward: noise of scale 0\.0001 rounds away in bfloat16"):
+    with pytest.raises(
+        NoiseRoundsAway,
+        match=r"NoisyMatMul, forward: noise of scale 0\.0001 is lost to rounding in "
+        r"bfloat16",
+    ):
         no.disable_noisy_ops()
 
 

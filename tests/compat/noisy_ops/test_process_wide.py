@@ -165,7 +165,7 @@ def test_zero_raises(model):
     """No module called, an operator the model lacks, no backward, both phases off, a rounded-away scale: all raise."""
     no.enable_noisy_ops()
     torch.ones(2, 2) @ torch.ones(2, 2)
-    with pytest.raises(NothingInjected, match="not on raw tensor calls outside modules"):
+    with pytest.raises(NothingInjected, match="not into raw tensor calls outside modules"):
         no.disable_noisy_ops()
     no.set_selective_operators(["gelu"])
     no.enable_noisy_ops()
@@ -188,7 +188,7 @@ def test_zero_raises(model):
     half = tiny_model("llama").to(torch.bfloat16)
     no.enable_noisy_ops(1e-4)
     logits(half)
-    with pytest.raises(NoiseRoundsAway, match="rounds away in bfloat16"):
+    with pytest.raises(NoiseRoundsAway, match="is lost to rounding in bfloat16"):
         no.disable_noisy_ops()
 
 
@@ -293,7 +293,7 @@ def test_context(model, capsys):
     """The context disables on leaving, never masks an exception, and refuses to nest."""
     with no.noisy_ops_context(0.05):
         logits(model)
-        with pytest.raises(InvalidInput, match="enabled already"), no.noisy_ops_context():
+        with pytest.raises(InvalidInput, match="already enabled"), no.noisy_ops_context():
             pass
     assert no.get_injection_stats() == {"total_forward": 19, "total_backward": 0}
     with pytest.raises(ZeroDivisionError), no.noisy_ops_context():
@@ -354,7 +354,10 @@ def test_bodies_shared_by_two_models_are_noised_once(model):
 def test_a_first_call_inside_a_scope_is_refused(model):
     """noisy_ops can't open a model that an inner scope holds: it says so."""
     no.enable_noisy_ops()
-    with pytest.raises(ModelHeld, match="call it once before"), ns.inject(model, ns.Injection(ns.Gaussian(0.05))):
+    with (
+        pytest.raises(ModelHeld, match="call the model once before"),
+        ns.inject(model, ns.Injection(ns.Gaussian(0.05))),
+    ):
         logits(model)
 
 
@@ -479,7 +482,7 @@ def test_a_refused_model_is_refused_again(model):
     no.enable_noisy_ops(error_scale=0.05)
     with ns.inject(model, ns.Injection(ns.Gaussian(0.0), operators={"softmax"})) as tally:
         for _ in range(2):
-            with pytest.raises(ModelHeld, match="call it once before"):
+            with pytest.raises(ModelHeld, match="call the model once before"):
                 logits(model)
         state.stop(check=False)
         logits(model)

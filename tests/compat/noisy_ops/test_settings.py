@@ -66,7 +66,7 @@ def test_phases_and_layers(model: nn.Module) -> None:
     assert [strength(0, phase) for phase in ("forward", "backward")] == pytest.approx([0.05, 0.02])
     assert [strength(1, phase) for phase in ("forward", "backward")] == pytest.approx([0.2, 0.08])
     no.disable_noisy_ops()
-    with pytest.raises(InvalidInput, match="have no ratio to it"):
+    with pytest.raises(InvalidInput, match="can't be expressed relative to it"):
         no.enable_noisy_ops(0.0)
     no.set_per_layer_scales(None)
     no.enable_noisy_ops(0.0)

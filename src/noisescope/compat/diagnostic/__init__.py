@@ -1,4 +1,4 @@
-"""The classes and functions of the original method notes by their own names, thin over noisescope's own code.
+"""The classes and functions of the original method notes (docs/method.md), as a thin layer over noisescope.
 
     from noisescope.diagnostic import IntegratedDiagnostic
 

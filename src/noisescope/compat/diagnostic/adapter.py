@@ -1,4 +1,4 @@
-"""One part of a diagnosis run on a model, and rows in the shape of the original method notes."""
+"""Runs one part of a diagnosis on a model, and returns rows in the shape of the original method notes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROW_KEYS = ("degradation", "sensitivity_score", "baseline_acc", "noisy_acc", "to
 
 @dataclass(frozen=True)
 class Question:
-    """A part of a diagnosis: which trials it wants, and what it makes of them."""
+    """A part of a diagnosis: the trials it needs, and what it concludes from them."""
 
     propose: Callable[[StudyContext, Results], list[Trial]]
     answer: Callable[[StudyContext, Results], Any]
@@ -45,7 +45,7 @@ def ask(
     settings: Mapping[str, Any] | None = None,
     **more: Any,
 ) -> Any:
-    """The answer of a model on data; `more` are keywords of `diagnose`, `settings` fields of Settings it has not."""
+    """Run it on a model and data; `more` are keywords of `diagnose`, `settings` are other fields of Settings."""
     prepared = api.prepare_diagnosis(subject_of(model), batches_of(data), **more)
     context = prepared.context
     context = replace(context, settings=replace(context.settings, **settings or {}))
@@ -61,23 +61,23 @@ def model_of(model: Subject | nn.Module) -> nn.Module:
 
 
 def batches_of(data: Any) -> Any:
-    """Batches as a list: a loader may shuffle, a generator runs dry, and every noise must meet the same samples."""
+    """Batches as a list: a loader may shuffle, a generator runs out, and all noise must see the same samples."""
     if data is None or isinstance(data, (str, Path, DataSet, Tensor, Mapping)):
         return data
     return list(data) if isinstance(data, Iterable) else data
 
 
 def full_report(report: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
-    """noisescope's own report out of that of `IntegratedDiagnostic`, whole or in a file; another one as it is."""
+    """noisescope's own report from that of `IntegratedDiagnostic`, in memory or in a file; another one unchanged."""
     found = read_report(report) if isinstance(report, (str, Path)) else report
     if not isinstance(found, Mapping):
-        raise InvalidInput(f"a report is a dictionary, or the path of a report.json; got a {type(found).__name__}")
+        raise InvalidInput(f"a report must be a dictionary or the path of a report.json; got a {type(found).__name__}")
     full: Mapping[str, Any] = found.get("full", found)
     return full
 
 
 def diagnosis_in(report: Mapping[str, Any]) -> Diagnosis:
-    """The diagnosis that noisescope's own report holds."""
+    """The diagnosis inside noisescope's own report."""
     return report.diagnosis if isinstance(report, Report) else Report.from_data(dict(report), "the report").diagnosis
 
 
@@ -99,7 +99,7 @@ def ends_of(label: str) -> tuple[int, int]:
 
 
 def our_name(operator: str) -> str:
-    """noisescope's name of an operator of the notes, whose "matmul" is every matrix product."""
+    """noisescope's name for an operator of the notes, where "matmul" means every matrix product."""
     name = canonical_operator(operator)
     return GROUP if name == "matmul" else name
 
@@ -109,7 +109,7 @@ def notes_name(operator: str) -> str:
 
 
 def value_of(row: Any) -> Any:
-    """The number of an estimate in JSON form; a bare number, or None, as it is."""
+    """The number of an estimate in JSON form; a bare number, or None, unchanged."""
     return row["value"] if isinstance(row, Mapping) else row
 
 

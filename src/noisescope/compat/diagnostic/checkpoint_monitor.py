@@ -1,4 +1,4 @@
-"""Checkpoints against a baseline while training goes on: the original method notes' name for the gate.
+"""Compares checkpoints with a baseline during training: the original method notes' name for the gate.
 
 A baseline in the notes' own shape holds degradations alone. An operator fails where noise in it costs more than 1.2
 times the baseline's degradation and the interval lies above the baseline's: near a baseline of 0 every number is 1.2
@@ -48,8 +48,8 @@ def baseline_degradations(report: Mapping[str, Any]) -> dict[str, float | None]:
     if not isinstance(rows, Mapping) or not rows:
         came = ", ".join(map(str, report)) or "nothing"
         raise InvalidInput(
-            "a baseline is the report of IntegratedDiagnostic, noisescope's own, or a dictionary with "
-            f"operator_analysis ({{operator: {{'degradation': 0.08}}}}); this one has {came}"
+            "a baseline must be a report from IntegratedDiagnostic or noisescope, or a dictionary with "
+            f"operator_analysis ({{operator: {{'degradation': 0.08}}}}); got {came}"
         )
     without = [str(name) for name, row in rows.items() if not isinstance(row, Mapping) or "degradation" not in row]
     if without:
@@ -177,15 +177,17 @@ class RobustnessMonitor:
 
     @property
     def alerts(self) -> list[Row]:
-        """Checks of all checkpoints that failed, the oldest first."""
+        """Failed checks of all checkpoints, the oldest first."""
         return [{"checkpoint_step": row["checkpoint_step"], **one} for row in self.history for one in row["warnings"]]
 
     def plot_robustness_trend(self) -> Figure:
-        """What noise costs at its worst, checkpoint by checkpoint, and the limit."""
+        """The largest cost of noise, checkpoint by checkpoint, and the limit."""
         if not self.history:
-            raise InvalidInput("no checkpoint was checked yet: call check_checkpoint(model, test_data, step) first")
+            raise InvalidInput(
+                "no checkpoint has been checked yet: call check_checkpoint(model, test_data, step) first"
+            )
         points = tuple((float(row["checkpoint_step"]), Bar("", estimate(_worst(row["full"])))) for row in self.history)
-        title, unit = "Accuracy lost under noise, the largest", "share of the clean accuracy"
+        title, unit = "Largest accuracy loss under noise", "share of the clean accuracy"
         return figure_of(Curve("gate-degradation", title, "step", unit, points, self.max_degradation))
 
 

@@ -1,4 +1,4 @@
-"""The three levels by the names of the original method notes: operators, sliding windows, thresholds, one report."""
+"""The three levels under the names of the original method notes: operators, sliding windows, thresholds, one report."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def operator_level_diagnosis(
     operators: Iterable[str] | None = None,
     **more: Any,
 ) -> dict[str, Row]:
-    """What noise on one kind of operation alone costs: {operator: {degradation, sensitivity_score, ...}}.
+    """The cost of noise in one kind of operation: {operator: {degradation, sensitivity_score, ...}}.
 
     "matmul" means every matrix product, linears included (noisescope's `gemm`), and "layernorm" every norm. Without
     `operators` they are matmul, softmax, silu, gelu and layernorm, as far as the model has them. A row also has its
@@ -87,7 +87,7 @@ def sliding_window_diagnosis(
     step_size: int = 1,
     **more: Any,
 ) -> dict[str, Row]:
-    """What noise on the products of neighbouring layers costs: {"L0-2": {start_layer, end_layer, degradation, ...}}.
+    """The cost of noise in the products of adjacent layers: {"L0-2": {start_layer, end_layer, degradation, ...}}.
 
     A model with fewer blocks than `window_size` has one window.
     """
@@ -96,7 +96,7 @@ def sliding_window_diagnosis(
 
 
 def identify_avalanche_points(sensitivity_map: Mapping[str, Mapping[str, Any]], threshold: float = 0.15) -> list[Row]:
-    """Windows that lose more than `threshold` and more than 1.5 times what the windows beside them lose.
+    """Windows that lose more than `threshold`, and more than 1.5 times as much as adjacent windows.
 
     Beside means without a common layer. The notes compare with the next window, which overlaps: one hot layer lifts
     them alike, and nothing would ever be found. Overlapping hits are one point, named by the worst.
@@ -125,7 +125,7 @@ def find_critical_threshold(
 
 
 def threshold_value(row: Mapping[str, Any] | None) -> float | None:
-    """A critical threshold as one number: inf where it was not reached, None where it can't be known."""
+    """A critical threshold as one number: inf if it was not reached, None if it is unknown."""
     if row is None or not row["n"]:
         return None
     return math.inf if row["value"] is None else float(row["value"])
@@ -208,7 +208,7 @@ class IntegratedDiagnostic:
         }
 
     def save_report(self, output_path: str | Path) -> list[Path]:
-        """Write the report to OUTPUT_PATH.json and .md, whatever dots the name has; the paths."""
+        """Write the report to OUTPUT_PATH.json and .md, whatever dots the name has; returns the paths."""
         full, name = self._full(), str(output_path)
         for ending in (".json", ".md"):
             name = name.removesuffix(ending)
@@ -217,12 +217,12 @@ class IntegratedDiagnostic:
 
     def _full(self) -> Report:
         if self.full_report is None:
-            raise InvalidInput("there is nothing to report yet: call run_full_diagnosis() first")
+            raise InvalidInput("nothing to report yet: call run_full_diagnosis() first")
         return self.full_report
 
 
 def _critical(row: Row) -> bool:
-    """Whether an operator, or one of the products that "matmul" stands for, is critical."""
+    """Whether an operator, or one of the products that "matmul" includes, is critical."""
     scores = [part["sensitivity_score"] for part in (row, *row.get("parts", {}).values())]
     return any(score is not None and score > LIMITS["critical_operator_score"] for score in scores)
 
@@ -244,7 +244,7 @@ def plot_sensitivity_heatmap(
     from matplotlib.patches import Patch
 
     if not sensitivity_map:
-        raise InvalidInput("there are no windows to draw: pass what sliding_window_diagnosis returned")
+        raise InvalidInput("no windows to plot: pass the result of sliding_window_diagnosis")
     ordered = sorted(sensitivity_map.items(), key=lambda pair: pair[1]["start_layer"])
     labels = [label for label, _ in ordered]
     losses = [loss_of(row) for _, row in ordered]

@@ -1,4 +1,4 @@
-"""Metrics by the names of the original method notes: signals, curvature, divergence between two devices."""
+"""Metrics under the names of the original method notes: signals, curvature, divergence between two devices."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LossFunction = Callable[[Any, Any], Tensor]  # (model, data) -> scalar
 
 
 def compute_snr(activations: Tensor, noise_scale: float | Tensor) -> float | None:
-    """Signal to noise in dB: measured where a second (noisy) tensor is given, nominal where a scale is.
+    """Signal-to-noise ratio in dB: measured if a second (noisy) tensor is given, nominal if a scale is.
 
     The nominal ratio is the notes' 20 log10(1 / scale): the same for every tensor, 26 dB at 5 %. None without noise.
     """
@@ -122,7 +122,7 @@ def compute_kl_divergence(p_logits: Tensor, q_logits: Tensor, *, eps: float = 1e
             "[..., vocabulary] of the same tokens"
         )
     if not eps > 0:
-        raise InvalidInput(f"eps must be above 0, such as 1e-6, since log(0) is infinite; got {eps}")
+        raise InvalidInput(f"eps must be above 0, such as 1e-6, because log(0) is infinite; got {eps}")
     with torch.no_grad():
         p, q = (logits.float().softmax(-1) + eps for logits in (p_logits, q_logits))
         divergence = float((p * (p.log() - q.log())).sum(-1).mean())
@@ -132,13 +132,12 @@ def compute_kl_divergence(p_logits: Tensor, q_logits: Tensor, *, eps: float = 1e
 
 
 def check_activations(gpu_activations: Tensor, npu_activations: Tensor) -> None:
-    """Refuse what is no pair of tensors [..., channels] of one shape."""
+    """Reject anything but a pair of tensors [..., channels] of one shape."""
     for name, x in (("gpu_activations", gpu_activations), ("npu_activations", npu_activations)):
         if not isinstance(x, Tensor) or not x.dim() or not x.numel():
             came = f"one of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
             raise InvalidInput(
-                f"{name} must be a tensor [..., channels] that is not empty, such as capture_layer_output gives; got "
-                f"{came}"
+                f"{name} must be a non-empty tensor [..., channels], such as capture_layer_output returns; got {came}"
             )
     if gpu_activations.shape != npu_activations.shape:
         raise InvalidInput(
@@ -152,8 +151,8 @@ def _finite(gpu_activations: Tensor, npu_activations: Tensor) -> tuple[Tensor, T
     for name, x in (("gpu_activations", gpu_activations), ("npu_activations", npu_activations)):
         if not bool(x.isfinite().all()):
             raise InvalidInput(
-                f"{name} hold NaN or infinity, which no average can tell of; MetricsDashboard and `noisescope compare` "
-                "count them"
+                f"{name} contain NaN or infinity, which would spoil every average; MetricsDashboard and `noisescope "
+                f"compare` count them"
             )
     return gpu_activations, npu_activations
 

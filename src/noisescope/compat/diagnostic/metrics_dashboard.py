@@ -1,4 +1,4 @@
-"""Correlations between metrics, and the metrics dashboard, by the names of the original method notes."""
+"""Correlations between metrics, and the metrics dashboard, under the names of the original method notes."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def validate_metric_correlations(diagnostic_results: Mapping[str, Any]) -> dict[
     for part in ("layer_results", "channel_results"):
         if part not in diagnostic_results:
             raise InvalidInput(
-                f"there is no {part!r}: pass the report of IntegratedDiagnostic, or a dictionary with layer_results "
+                f"{part!r} is missing: pass a report from IntegratedDiagnostic, or a dictionary with layer_results "
                 f"and channel_results; got {', '.join(map(str, diagnostic_results)) or 'an empty one'}"
             )
     windows = _windows(diagnostic_results["layer_results"])
@@ -97,7 +97,7 @@ def validate_metric_correlations(diagnostic_results: Mapping[str, Any]) -> dict[
 def _judged(name: str, r: float | None, p: float | None, n: int) -> Row:
     sign, bound = EXPECTED_CORRELATIONS[name]
     held = as_expected(name, r)
-    words = {True: "as expected", False: "not as expected", None: "can't be said"}[held]
+    words = {True: "as expected", False: "not as expected", None: "undecided"}[held]
     return {"r": r, "p": p, "n": n, "held": held, "interpretation": f"r {sign} {bound} is expected: {words}"}
 
 
@@ -134,7 +134,7 @@ def _correlated(
             apart.append(window)
     missing = [window.label for window in apart if window.label not in profile]
     if missing:
-        raise InvalidInput(f"{source} has no value for {', '.join(missing)}: it needs one for each window")
+        raise InvalidInput(f"{source} has no value for {', '.join(missing)}: every window needs one")
     if len(apart) < 3:
         return None, None, len(apart)
     costs = [window.cost for window in apart if window.cost is not None]
@@ -170,7 +170,7 @@ class MetricsDashboard:
         The SNR is measured at the logits. Sparsity is that of `gpu_activations`, else of all linears on the test data.
         """
         if gpu_activations is None and npu_activations is not None:
-            raise InvalidInput("npu_activations need gpu_activations to be compared with")
+            raise InvalidInput("npu_activations need gpu_activations to compare with")
         if gpu_activations is not None:
             check_activations(gpu_activations, gpu_activations if npu_activations is None else npu_activations)
         full = ask(model, test_data, _METRICS, noise_scale=noise_scale, levels=("channel",), **more)
@@ -200,7 +200,7 @@ class MetricsDashboard:
         return self.metrics
 
     def print_dashboard(self, file: TextIO | None = None) -> None:
-        """The numbers as lines, on stdout if no file is given."""
+        """Print the metrics as lines, to stdout if no file is given."""
         primary, secondary = self._known("primary"), self._known("secondary")
         lines = [
             "Primary",
@@ -252,7 +252,7 @@ class MetricsDashboard:
 
 
 def hardware_metrics(gpu_activations: Tensor, npu_activations: Tensor) -> Row:
-    """How far two devices are apart, with the notes' bands, and whether the worst element is in an outlier channel.
+    """How far apart two devices are, with the notes' bands, and whether the worst element is in an outlier channel.
 
     Channels are the last dimension. `mape` is the notes' own formula, which elements near 0 dominate; `mape_floored`
     divides by at least a tenth of the rms.
@@ -281,7 +281,7 @@ def hardware_metrics(gpu_activations: Tensor, npu_activations: Tensor) -> Row:
 
 
 def _apart(hardware: Row) -> float | None:
-    """MAPE for the risk: infinite where one device alone has NaN or infinite numbers, NaN where no number is left."""
+    """MAPE for the risk: infinite if only one device has NaN or infinite numbers, NaN if no number remains."""
     if not hardware or hardware["mape"] is not None:
         return float(hardware["mape"]) if hardware else None
     return math.inf if hardware["nonfinite"] else math.nan

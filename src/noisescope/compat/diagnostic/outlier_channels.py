@@ -1,4 +1,4 @@
-"""Activations and outlier channels by the names of the original method notes."""
+"""Activations and outlier channels under the names of the original method notes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from noisescope.trials import Result, Results, Trial
 
 
 class ActivationCapture:
-    """The outputs of chosen linears while you run the model, and statistics of their channels.
+    """Captures the outputs of chosen linears while you run the model, with statistics of their channels.
 
         capture = ActivationCapture(model, layer_patterns=["self_attn.o_proj", "mlp.down_proj"])
         capture.register_hooks()
@@ -40,7 +40,7 @@ class ActivationCapture:
     Also as `with ActivationCapture(model) as capture:`. A pattern is a part of a linear's dotted name. Without patterns
     they are those of the example, and all linears of attention or MLP where a model names them otherwise. Statistics
     take memory for the channels alone, however much runs through; activations take host memory for every token, and
-    `keep_activations=False` does without them. Registering again starts anew.
+    `keep_activations=False` does without them. Registering again starts over.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class ActivationCapture:
     def register_hooks(self) -> None:
         """Start capturing."""
         if self._scope is not None:
-            raise InvalidInput("this capture is watching already: remove_hooks() first")
+            raise InvalidInput("this capture already has hooks registered: call remove_hooks() first")
         watching = capture(
             self.subject.model,
             operators={"linear"},
@@ -80,7 +80,7 @@ class ActivationCapture:
         self._scope = watching
 
     def remove_hooks(self) -> None:
-        """Leave the model as it was; statistics stay."""
+        """Restore the model; statistics are kept."""
         self.__exit__(None, None, None)
 
     def __enter__(self) -> ActivationCapture:
@@ -95,14 +95,14 @@ class ActivationCapture:
     def tokens(self, mask: Tensor | None) -> None:
         """Which tokens [B, T] of the forwards that follow count (an attention mask); None for all."""
         if self._scope is None:
-            raise InvalidInput("a token mask is for forwards that are watched: register_hooks() first")
+            raise InvalidInput("a token mask needs registered hooks: call register_hooks() first")
         self._scope.tokens(mask)
 
     @property
     def activations(self) -> dict[str, list[Tensor]]:
-        """By module, what each call since the last register_hooks() gave: detached, on the CPU, padding included."""
+        """By module, the output of each call since the last register_hooks(): detached, on the CPU, with padding."""
         if not self.keep_activations:
-            raise InvalidInput("this capture was made with keep_activations=False: it has `statistics` alone")
+            raise InvalidInput("this capture was created with keep_activations=False: it has only `statistics`")
         return {site_label(site): [output for _, output in calls] for site, calls in self._captured.raw.items()}
 
     @property
@@ -113,7 +113,7 @@ class ActivationCapture:
     def rows(self, threshold: float) -> dict[str, Row]:
         """Every watched module's channels under the outlier rules."""
         if not self._captured.statistics:
-            raise InvalidInput("nothing was captured yet: register_hooks(), then call the model")
+            raise InvalidInput("nothing has been captured yet: call register_hooks(), then the model")
         return {
             name: {"layer": layer, **outlier_row(name, columns, threshold)}
             for name, (layer, columns) in self.columns().items()
@@ -132,7 +132,7 @@ class ActivationCapture:
 
 
 def capture_layer_output(model: Subject | nn.Module, layer: int | str, batch: Tensor | Mapping[str, Tensor]) -> Tensor:
-    """What a block (by index) or a module (by name: a linear, a norm) gives for a batch: [B, T, C]."""
+    """The output of a block (by index) or a module (by name: a linear, a norm) for a batch: [B, T, C]."""
     subject = subject_of(model)
     device = input_device(subject.model)
     scope = capture(subject.model, keep="raw", anatomy=subject.anatomy, **_where(subject, layer))
@@ -150,7 +150,7 @@ def _where(subject: Subject, layer: int | str) -> Row:
     if isinstance(layer, str):
         units = [u for u in subject.anatomy.units if u.kind == "module" and u.module == layer]
         if not units:
-            raise InvalidInput(f"{layer!r} is no module with one output; `noisescope inspect -v` lists them")
+            raise InvalidInput(f"{layer!r} is not a module with one output; `noisescope inspect -v` lists the modules")
         return {"modules": [layer], "operators": units[0].operators}
     subject.anatomy.check_layers([layer])
     return {"operators": {"residual"}, "layers": {layer}}
@@ -173,7 +173,7 @@ def _columns(statistics: ChannelStatistics) -> dict[str, Array]:
 def detect_outliers(activations: Tensor, threshold: float = LIMITS["outlier_channel_ratio"]) -> Tensor:
     """Which channels [C] of activations [..., C] have a largest |x| over `threshold` times the median channel's."""
     if activations.dim() < 2:
-        raise InvalidInput(f"activations have the shape [..., channels], got {tuple(activations.shape)}")
+        raise InvalidInput(f"activations must have the shape [..., channels], got {tuple(activations.shape)}")
     largest = activations.detach().abs().flatten(0, -2).amax(0).double().cpu().numpy()
     return torch.from_numpy(_ratios(largest, "the activations") > threshold).to(activations.device)
 
@@ -181,7 +181,7 @@ def detect_outliers(activations: Tensor, threshold: float = LIMITS["outlier_chan
 def detect_outliers_quantile(activations: Tensor, quantile: float = 0.99) -> bool:
     """Whether the `quantile` of all |x| is over 5 times their median. False where most are 0: nothing to compare."""
     if not 0 < quantile < 1:
-        raise InvalidInput(f"quantile must lie between 0 and 1, such as 0.99; got {quantile}")
+        raise InvalidInput(f"quantile must be between 0 and 1, such as 0.99; got {quantile}")
     size = activations.detach().abs().double().cpu().numpy()
     high, middle = np.quantile(size, [quantile, 0.5])
     return bool(high > LIMITS["outlier_quantile_ratio"] * middle > 0)
@@ -209,7 +209,9 @@ def outlier_row(name: str, columns: Mapping[str, Array], threshold: float) -> Ro
 def _ratios(largest: Array, what: str) -> Array:
     """Each channel's largest |x| over the median channel's. NaN would compare as "no outlier", so it is refused."""
     if np.isnan(largest).any():
-        raise InvalidInput(f"{what}: {int(np.isnan(largest).sum())} channels hold NaN, so nothing can be said of them")
+        raise InvalidInput(
+            f"{what}: {int(np.isnan(largest).sum())} channels contain NaN, so outliers can't be detected"
+        )
     return channels.over_median(largest)
 
 
@@ -283,13 +285,11 @@ class ChannelOutlierDetector:
         return {"summary": summary, "per_layer": self.outlier_channels}
 
     def apply_smoothquant_scaling(self, alpha: float = 0.5) -> Smoothed:
-        """A copy of the model, smoothed where outliers are made and where they are read: in the block after."""
+        """A copy of the model, smoothed where outliers are produced and where they are read: in the next block."""
         self.get_report()  # refuses where no statistics were collected
         made = {row["layer"] for row in self.outlier_channels.values() if isinstance(row["layer"], int)}
         if not made:
-            raise InvalidInput(
-                f"no channel is {self.quantile_threshold:g} times the median: there is nothing to smooth"
-            )
+            raise InvalidInput(f"no channel is {self.quantile_threshold:g} times the median: nothing to smooth")
         places = frozenset(made | {layer + 1 for layer in made})
         return smooth_outliers(self.subject, batches_of(self.calibration_data), alpha=alpha, places=places)
 

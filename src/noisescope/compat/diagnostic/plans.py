@@ -1,4 +1,4 @@
-"""What follows from a diagnosis, by the names of the original method notes: noise, migration, tests, bits."""
+"""What follows from a diagnosis, under the names of the original method notes: noise, migration, tests, bits."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ UNKNOWN = 0.10  # sensitivity of a layer that the profile lacks: it gets the bas
 
 
 class AdaptiveAQN:
-    """Noise that spares brittle layers: half the base scale above 0.15, twice below 0.05 (rule "methodology").
+    """Noise that spares sensitive layers: half the base scale above 0.15, twice below 0.05 (rule "methodology").
 
     sensitivity_profile maps a layer to its degradation, the share of the accuracy that noise there takes (not divided
     by the noise scale, or every layer would count as brittle). Noise is that of `noisescope.noisy_ops`, whose counts,
@@ -72,14 +72,14 @@ class AdaptiveAQN:
         self._on = False
 
     def get_layer_noise_scale(self, layer_id: int) -> float:
-        """The absolute scale of a layer."""
+        """The absolute noise scale of a layer."""
         factor = ruled({layer_id: self.sensitivity_profile.get(layer_id, UNKNOWN)}, self.rule)[layer_id]
         return self.base_noise_scale * factor
 
     def enable_adaptive_noise(self, seed: int = 0) -> dict[int, float]:
-        """Noise on, until disable_adaptive_noise(); returns the scale of each layer."""
+        """Turn noise on until disable_adaptive_noise(); returns the scale of each layer."""
         if self._on and noisy_ops.is_enabled():
-            raise InvalidInput("adaptive noise is on already: call disable_adaptive_noise() first")
+            raise InvalidInput("adaptive noise is already enabled: call disable_adaptive_noise() first")
         blocks = noisy_ops.register_layer_hooks(model_of(self.model))
         scales = {layer: self.get_layer_noise_scale(layer) for layer in range(blocks)}
         noisy_ops.set_per_layer_scales(scales)
@@ -89,7 +89,7 @@ class AdaptiveAQN:
         return scales
 
     def disable_adaptive_noise(self) -> None:
-        """Noise off, and scales as they are at first; raises NothingInjected where none fell."""
+        """Turn noise off and reset the scales; raises NothingInjected if no noise was injected."""
         if not self._on:
             return
         self._on = False
@@ -143,23 +143,23 @@ class FaultInjectionTestGenerator:
         return [test.to_dict() for test in refuse_none(self.tests)]
 
     def export_to_csv(self, test_cases: Iterable[Mapping[str, Any]], output_path: str | Path) -> None:
-        """Write the cases as CSV; the folder is made where there is none."""
+        """Write the cases as CSV; creates the folder if needed."""
         write_file(Path(output_path), to_csv(map(from_columns, test_cases)))
 
     def run_test_cases(
         self, model: Subject | nn.Module, test_data: Any, test_cases: Iterable[Mapping[str, Any]], **more: Any
     ) -> list[Row]:
-        """The cases carried out with the fault simulator, each with its verdict; `more`: samples, max_tokens."""
+        """Run the cases with the fault simulator, each with its verdict; `more`: samples, max_tokens."""
         tests = list(map(from_columns, test_cases))
         results = run_fault_tests(subject_of(model), tests, batches_of(test_data), **more)
         return [to_json(result) for result in results]
 
 
 def _from_notes(report: Mapping[str, Any]) -> list[FaultTest]:
-    """Tests of what the notes' report warns of, with noisescope's names and places."""
+    """Tests for what the notes' report warns about, with noisescope's names and places."""
     summary, channels = report.get("executive_summary"), report.get("channel_analysis") or {}
     if not isinstance(summary, Mapping):
-        raise InvalidInput("fault tests are made from a diagnosis, and this report has no executive_summary")
+        raise InvalidInput("fault tests need a diagnosis report, but this one has no executive_summary")
     tests = [operator_test(our_name(name), "critical in the report") for name in summary.get("critical_operators", ())]
     for point in summary.get("avalanche_points", ()):
         start, end = ends_of(str(point.get("layer_range")))

@@ -1,4 +1,4 @@
-"""Noise in whatever modules this process calls: the functional interface of the original method notes.
+"""Noise in every module this process calls: the functional interface of the original method notes.
 
     from noisescope import noisy_ops
 
@@ -55,7 +55,7 @@ def enable_noisy_ops(
     all_ops_mode: bool = False,
     seed: int | None = None,
 ) -> None:
-    """Noise on, in every module this process calls from now on.
+    """Turn noise on in every module this process calls from now on.
 
     error_type: "relative_gaussian" (y + s |y| z), "rms_gaussian" (s times the token's rms), "absolute_gaussian" (s z),
     "uniform" (relative, bounded by 1.73 s), "systematic_bias" (y + s sign(y)). Without a seed it is
@@ -71,7 +71,7 @@ def enable_noisy_ops(
 
 
 def disable_noisy_ops() -> dict[str, int]:
-    """Noise off and every module as it was; the counts. Raises NothingInjected if a target was never hit."""
+    """Turn noise off and restore every module; returns the counts. Raises NothingInjected if a target was never hit."""
     with state.lock:
         state.stop(check=True)
         return get_injection_stats()
@@ -88,9 +88,9 @@ def noisy_ops_context(
     all_ops_mode: bool = False,
     seed: int | None = None,
 ) -> Iterator[None]:
-    """`enable_noisy_ops` for the length of a `with` block."""
+    """`enable_noisy_ops` for the duration of a `with` block."""
     if state.call is not None:
-        raise InvalidInput("noisy ops are enabled already, and this context would disable them: disable them first")
+        raise InvalidInput("noisy ops are already enabled, and this context would disable them: disable them first")
     enable_noisy_ops(error_scale, error_type, all_ops_mode, seed)
     try:
         yield
@@ -102,7 +102,7 @@ def noisy_ops_context(
 
 
 def set_noise_phases(forward: bool = True, backward: bool = True) -> None:
-    """Noise in forward passes, in backward passes, or both."""
+    """Select noise in forward passes, in backward passes, or both."""
     with state.lock:
         state.change(phases=frozenset(p for p, on in (("forward", forward), ("backward", backward)) if on))
 
@@ -126,13 +126,13 @@ def get_phase_scales() -> dict[str, float]:
 
 
 def set_training_only(on: bool = True) -> None:
-    """Noise only where gradients are recorded: evaluation and generation under `torch.no_grad()` stay clean."""
+    """Inject noise only where gradients are recorded: evaluation and generation under `torch.no_grad()` stay clean."""
     with state.lock:
         state.change(training_only=bool(on))
 
 
 def register_layer_hooks(model: nn.Module) -> int:
-    """Give layer numbers a meaning: the blocks of this model, counted from 0. Returns how many there are."""
+    """Define layer numbers as the blocks of this model, counted from 0. Returns how many there are."""
     with state.lock:
         anatomy = dissect(model)
         state.registered = (weakref.ref(unwrap(model)), anatomy)
@@ -195,7 +195,7 @@ def set_per_layer_scales(scales: Mapping[int, float] | None) -> None:
 
 
 def get_injection_stats() -> dict[str, int]:
-    """Injections since the last reset."""
+    """The number of injections since the last reset."""
     total = state.counts("total").get("", {})
     return {f"total_{phase}": total.get(phase, 0) for phase in PHASES}
 
@@ -211,7 +211,7 @@ def get_operator_injection_stats() -> dict[str, dict[str, int]]:
 
 
 def reset_injection_stats() -> None:
-    """All counts from zero."""
+    """Reset all counts to zero."""
     state.reset("total", "layer", "operator")
 
 
@@ -224,7 +224,7 @@ def reset_operator_injection_stats() -> None:
 
 
 def print_injection_summary(file: TextIO | None = None) -> None:
-    """The counts as a table, on stdout if no file is given."""
+    """Print the counts as a table, to stdout if no file is given."""
     rows = {"injections": state.counts("total").get("", dict.fromkeys(PHASES, 0)), **get_operator_injection_stats()}
     rows |= {f"layer {layer}": counts for layer, counts in get_layer_injection_stats().items()}
     for name, counts in rows.items():

@@ -1,7 +1,8 @@
-"""Settings of `noisescope.noisy_ops` from environment variables, and a script run under them.
+"""Settings of `noisescope.noisy_ops` from environment variables, and running a script under them.
 
-Launchers start one process a device. Processes draw different noise: the rank (NOISESCOPE_RANK, else RANK, as torchrun
-and Ray's trainers set it) is part of the seed. Those that share samples (tensor parallel) need one NOISESCOPE_RANK.
+Launchers start one process per device. Processes draw different noise: the rank (NOISESCOPE_RANK, else RANK, as
+torchrun and Ray's trainers set it) is part of the seed. Processes that share samples (tensor parallel) need the same
+NOISESCOPE_RANK.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def _select_layers(text: str) -> None:
 
 
 def read_environment(*, enabled: bool = False) -> None:
-    """Take settings from the environment; enable if it asks for that, or by `enabled` where it does not decide."""
+    """Read settings from the environment; enable if it says so, or by `enabled` if it does not decide."""
     _warn_of_unknown()
     with state.lock:
         forward_only, backward_only = read("FORWARD_ONLY", flag), read("BACKWARD_ONLY", flag)
@@ -60,17 +61,17 @@ def read_environment(*, enabled: bool = False) -> None:
 
 
 def _warn_of_unknown() -> None:
-    """A misspelt variable would make a run without the noise that was meant."""
+    """A misspelt variable would silently run without the intended noise."""
     names = sorted(name for name in os.environ if name.startswith(NOTES_PREFIX))
     unknown = [name for name in names if name.removeprefix(NOTES_PREFIX) not in ALIASED]
     if unknown:
         known = ", ".join(f"{NOTES_PREFIX}{name}" for name in ALIASED)
-        message = f"unknown environment variables, which have no effect: {', '.join(unknown)}. Known: {known}"
+        message = f"unknown environment variables were ignored: {', '.join(unknown)}. Known: {known}"
         warnings.warn(message, stacklevel=3)
 
 
 def _ranked(seed: int | None) -> int | None:
-    """A seed of this process alone; process 0 has the seed itself."""
+    """A seed for this process; process 0 has the seed itself."""
     if not (number := rank()):
         return seed
     return (torch.initial_seed() if seed is None else seed) + (number << 64)
@@ -81,7 +82,7 @@ def _counts() -> dict[str, int]:
 
 
 def report_at_exit() -> None:
-    """Nobody disables what the environment enabled: print an error if it did nothing."""
+    """Print an error at exit if noise that the environment enabled had no effect."""
     try:
         noisy_ops.disable_noisy_ops()
     except NoisescopeError as error:
@@ -89,7 +90,7 @@ def report_at_exit() -> None:
 
 
 def run_script(arguments: list[str]) -> Any:
-    """Run a script with noise on. The exit code is the script's, or 2 where nothing was injected."""
+    """Run a script with noise on. The exit code is the script's, or 2 if nothing was injected."""
     if not arguments or not Path(arguments[0]).is_file():
         came = f"no file {arguments[0]!r}; " if arguments else ""
         usage = "usage: python -m noisescope.noisy_ops SCRIPT.py [ARGUMENTS...]"

@@ -1,4 +1,4 @@
-"""The settings of the process-wide interface, and the injection that they make of a model's anatomy."""
+"""The settings of the process-wide interface, and the injection they define for a model's anatomy."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class Settings:
 
     @property
     def off(self) -> bool:
-        """Switched off on purpose, by an empty selection."""
+        """Whether noise is turned off on purpose, by an empty selection."""
         return self.layers == frozenset() or self.operators == frozenset()
 
     @property
     def noisy_phases(self) -> frozenset[str]:
-        """Phases that are on and not of scale 0 by themselves."""
+        """Phases that are on and whose own scale is not 0."""
         return frozenset(phase for phase in self.phases if self.phase_scales.get(phase) != 0)
 
     def wanted(self) -> frozenset[str]:
@@ -54,7 +54,7 @@ class Settings:
         return self.phase_scales.get(phase, self.scale)
 
     def injection(self, anatomy: Anatomy | None = None, *, numbered: bool = True) -> Injection | None:
-        """What falls on a module of this anatomy; None where nothing in it is a target.
+        """The injection for a module of this anatomy; None if nothing in it is a target.
 
         `numbered`: the block numbers of this anatomy are the layer numbers meant.
         """
@@ -67,7 +67,7 @@ class Settings:
         return dataclasses.replace(whole, operators=present) if targeted else None
 
     def anywhere(self, places: Iterable[Place] = (), *, numbered: bool = True) -> Injection:
-        """What falls on these places, whichever operators are there."""
+        """The injection for these places, whatever operators are there."""
         if self.kind not in ERROR_TYPES:
             raise unknown("error type", self.kind, ERROR_TYPES)
         layers = self.layer_scales if numbered else {}
@@ -86,7 +86,7 @@ class Settings:
         """Phases over the error scale: where layers have absolute scales those are the multipliers."""
         if self.phase_scales and not self.scale:
             raise InvalidInput(
-                "error_scale is 0, so the scales of forward and backward noise have no ratio to it that per-layer "
-                "scales could take: give an error_scale above 0, or no per-layer scales"
+                "error_scale is 0, so per-layer scales can't be expressed relative to it: give an error_scale above "
+                "0, or no per-layer scales"
             )
         return {phase: self.scale_of(phase) / self.scale if phase in self.phase_scales else 1.0 for phase in PHASES}

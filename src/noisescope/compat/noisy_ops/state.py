@@ -1,4 +1,4 @@
-"""The global state of noisescope, all of it: `state`, guarded by its lock.
+"""All global state of noisescope: `state`, guarded by its lock.
 
 While enabled it also replaces `torch.nn.Module.__call__`: torch binds `forward` before it runs forward pre-hooks, so a
 scope opened from a pre-hook would miss the very call it was opened for.
@@ -71,7 +71,7 @@ class State:
                 self.known |= set(probe.model.modules())
 
     def moved(self, probe: _OpenModel, injection: Injection) -> bool:
-        """Whether a probe takes another injection; if not (a capture lies on it), the next call opens the model."""
+        """Whether a probe accepts another injection; if not (a capture is above it), the next call opens the model."""
         probe.gradients_only = self.settings.training_only
         try:
             probe.update(injection)
@@ -80,13 +80,13 @@ class State:
         return True
 
     def check_layers(self, settings: Settings) -> None:
-        """Layer numbers mean nothing without a model."""
+        """Layer numbers have no meaning without a model."""
         named = settings.layers or ()
         if not named or self.register_first:
             return
         if self.registered is None:
             raise InvalidInput(
-                "layers are selected, but no model is registered, so their numbers mean nothing yet: call "
+                "layers are selected, but no model is registered, so layer numbers can't be resolved: call "
                 "register_layer_hooks(model) first, or set_selective_layers(None)"
             )
         depth = len(self.registered[1].blocks)
@@ -115,7 +115,7 @@ class State:
         nn.Module.__call__ = self.call = call  # type: ignore[method-assign]
 
     def meet(self, module: nn.Module) -> None:
-        """A module is about to be called: open it if it is the outermost one and something in it is a target."""
+        """A module is about to be called: open it if it is the outermost one and contains a target."""
         with self.lock:
             root = unwrap(module)
             busy = any(probe.context is not None for probe in self.probes)
@@ -133,14 +133,14 @@ class State:
             for probe in [p for p in self.probes if not members.isdisjoint(p.model.modules())]:
                 if probe.held_elsewhere:
                     raise ModelHeld(
-                        f"{type(root).__name__} shares modules with a {type(probe.model).__name__} that another thread "
-                        "is inside: give each thread its own copy of the model, or let one wait for the other"
+                        f"{type(root).__name__} shares modules with a {type(probe.model).__name__} that another "
+                        f"thread is running: give each thread its own copy of the model, or let one wait for the other"
                     )
                 self.close(probe)  # a part called before the whole: its noise would fall twice
             if any(_left_in_reverse(m.__dict__.get("forward")) for m in members):
                 raise ModelHeld(
-                    f"{type(root).__name__} is called for the first time since enable_noisy_ops() inside a scope of "
-                    "noisescope, and scopes are left in reverse order: call it once before that scope"
+                    f"{type(root).__name__} was first called after enable_noisy_ops() inside another noisescope "
+                    f"scope, but scopes must close in reverse order: call the model once before opening that scope"
                 )
             gradients_only = self.settings.training_only
             probe = _OpenModel(root, injection, anatomy=anatomy, check=False, gradients_only=gradients_only)
@@ -150,7 +150,7 @@ class State:
             self.known |= members  # not before it is open: a call after a refusal must be refused, too
 
     def running(self) -> tuple[_OpenModel | None, Context | None]:
-        """The open model that this thread is inside, and which of its forwards and blocks."""
+        """The open model that this thread is running, and which of its forwards and blocks."""
         for probe in self.probes:
             context = probe.context
             if context is not None:
@@ -189,10 +189,10 @@ class State:
         probe.__exit__(None, None, None)
 
     def stop(self, *, check: bool) -> None:
-        """Take everything back, then refuse targets that were never hit."""
+        """Restore everything, then raise for targets that were never hit."""
         if self.call is None:
             return
-        if nn.Module.__call__ is self.call:  # else somebody wrapped it since: ours only passes on from now
+        if nn.Module.__call__ is self.call:  # else it was wrapped since: ours only passes calls through from now on
             nn.Module.__call__ = self.original  # type: ignore[method-assign]
         self.call = None
         probes, settings = list(self.probes), self.settings
@@ -207,7 +207,7 @@ class State:
             return
         fired = [site for probe in probes for site in probe.tally.sites if site.total] + direct.fired()
         if not fired and not any((self.closed + Counter()).values()):
-            raise _nothing("no module with an operator aimed at was called, or no backward pass ran")
+            raise _nothing("no module with a targeted operator was called, or no backward pass ran")
         for probe in probes:
             probe.check_effects()
         direct.check_rounding()
@@ -215,7 +215,7 @@ class State:
         silent = [name for name in named if not direct.fired(name) and not any(one.fired(name) for one in probes)]
         silent += [f"layer {n}" for n in sorted(settings.layers or ()) if n not in {site.place for site in fired}]
         if silent and fired:
-            raise _nothing(f"{', '.join(silent)} never fired in the modules called")
+            raise _nothing(f"{', '.join(silent)} never fired in the modules that were called")
 
     def counts(self, view: str) -> dict[Any, dict[str, int]]:
         with self.lock:
@@ -250,11 +250,11 @@ class DirectCalls:
         return list(self._counts.values())
 
     def forget(self) -> None:
-        """The settings changed: targets are made anew, counts go on."""
+        """The settings changed: targets are rebuilt, counts continue."""
         self._targets.clear()
 
     def target(self, settings: Settings, name: str, operator: str, layer: int | None) -> OperatorTarget | None:
-        """What falls on a call; None where the settings leave it alone."""
+        """The target for a call; None if the settings leave it unchanged."""
         place: Place = _OUTSIDE if layer is None else layer
         key = (name, place)
         if key not in self._targets:
@@ -278,14 +278,15 @@ class DirectCalls:
         return [site for site in self.sites if site.total and matches_operator(named, site.operator, "")]
 
     def check_rounding(self) -> None:
-        """Noise that rounds away everywhere is no noise."""
+        """Noise that is lost to rounding everywhere counts as none."""
         for phase in PHASES:
             fired = [site for site in self.sites if (site.forward if phase == "forward" else site.backward)]
             if fired and all(phase in site.rounded_away for site in fired):
                 scale, floor, dtype = fired[0].rounded_away[phase]
                 raise NoiseRoundsAway(
-                    f"{fired[0].module}, {phase}: noise of scale {scale:g} rounds away in {dtype}. The smallest scale "
-                    f"that survives is {floor:.4g}; raise it, or compute in a finer dtype"
+                    f"{fired[0].module}, {phase}: noise of scale {scale:g} is lost to rounding in {dtype}. The "
+                    f"smallest scale that has an effect is {floor:.4g}; raise the scale, or use a higher-precision "
+                    f"dtype"
                 )
 
 
@@ -318,8 +319,9 @@ def _left_in_reverse(forward: object) -> bool:
 
 def _nothing(why: str) -> NothingInjected:
     return NothingInjected(
-        f"nothing was injected: {why}. Noise falls on calls of torch.nn.Module between enable_noisy_ops() and "
-        "disable_noisy_ops(), not on raw tensor calls outside modules. To switch noise off on purpose, select []."
+        f"nothing was injected: {why}. Noise is injected only into torch.nn.Module calls between enable_noisy_ops() "
+        f"and "
+        "disable_noisy_ops(), not into raw tensor calls outside modules. To turn noise off on purpose, select []."
     )
 
 

@@ -1,4 +1,4 @@
-"""The laws that `relations` tries: table.py lists them, one file per kind of operator says how each is tried.
+"""The laws that `relations` tests: table.py lists them, and one file per kind of operator implements them.
 
 table.py                every law: what is done, what must follow, what it can't see
 call_results.py         what all laws of one call found; fault_classes.py: which class of fault that is

@@ -29,12 +29,12 @@ from noisescope.probe.recorded_call import RecordedCall
 
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 _HIDDEN = -1e4  # a float mask below this lets nothing through
-_SHIFT = 30.0  # of the scores: past exp's range in float16, far from it once the maximum is taken off
+_SHIFT = 30.0  # of the scores: past exp's range in float16, far from it once the maximum is subtracted
 
 
 @dataclass(frozen=True)
 class Attention:
-    """A call of scaled_dot_product_attention; keys and values have as many heads as queries."""
+    """A call of scaled_dot_product_attention, with keys and values expanded to the number of query heads."""
 
     function: Callable[..., Tensor]
     q: Tensor
@@ -61,7 +61,7 @@ class Attention:
 
     @property
     def sees_nothing(self) -> bool:
-        """Whether a mask hides all keys of some query."""
+        """Whether a mask hides all keys from some query."""
         with host_arithmetic():
             return self.mask is not None and bool(masked_out(self.mask.detach().cpu()).all(-1).any())
 
@@ -74,18 +74,18 @@ class Attention:
 
 
 def masked_out(mask: Tensor) -> Tensor:
-    """Where a mask lets a query see nothing of a key: False in a mask of bools, a very low number in another."""
+    """Where a mask hides a key from a query: False in a boolean mask, a very low number in another."""
     return ~mask if mask.dtype == torch.bool else mask < _HIDDEN
 
 
 def examine(recorded: RecordedCall) -> LawEvidence:
-    """All laws of one fused call."""
+    """Test all laws of one fused call."""
     call = Attention.recorded(recorded)
     if call.q.dim() != 4 or not call.q.is_floating_point() or call.q.numel() == 0:
-        return LawEvidence(skipped=["attention laws: the call has not the shape [batch, heads, tokens, size]"])
+        return LawEvidence(skipped=["attention laws: the call does not have the shape [batch, heads, tokens, size]"])
     # Grouped queries have another layout, and perhaps another kernel; operands may be rounded already (autocast).
     unlike = call.k is not recorded.attention.key
-    if call.sees_nothing:  # padding: what such rows give is anybody's guess
+    if call.sees_nothing:  # padding: the output of such rows is undefined
         call, unlike = replace(call, mask=None, causal=False), True
     # Linear in V: rows of V^T [B, H, D, S] are independent, and S is the length of the sums.
     linear = Linear(
@@ -117,7 +117,7 @@ def examine(recorded: RecordedCall) -> LawEvidence:
 
 
 def _wider(call: Attention) -> list[Attention]:
-    """The call with float32 operands, whose rounding hides nothing; under autocast they would be rounded again."""
+    """The call with float32 operands, whose rounding hides nothing; autocast is off, as it would round them again."""
     if call.q.dtype.itemsize >= 4:
         return []
     mask = call.mask
@@ -209,7 +209,7 @@ def _score_size(q: Tensor, k: Tensor, scale: float) -> Tensor:
 
 
 def _later_keys(call: Attention, y: Tensor, found: LawEvidence) -> None:
-    """Keys and values that a query may not see are changed, and its output stays."""
+    """Change the keys and values that a query may not see; its output must not change."""
     total, length = call.k.shape[-2], call.q.shape[-2]
     late = total - total // 3
     if total < 3:

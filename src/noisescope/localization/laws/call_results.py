@@ -1,4 +1,4 @@
-"""What the laws of one call found: each law kept or broken and by how much, and facts that tell fault classes apart."""
+"""The results of the laws of one call: each law satisfied or broken and by how much, with facts for classification."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _RUNS = 4
 
 @dataclass(frozen=True)
 class LawResult:
-    """One law at one operator. `strength` above 1 is broken; an exact law that is broken has inf."""
+    """One law at one operator. It is broken if `strength` exceeds 1; a broken exact law has inf."""
 
     law: Law
     strength: float
@@ -81,7 +81,7 @@ def exact(
 
 
 def floored(law: Law, error: Tensor, limit: Tensor, scale: float, unit: str = "of the rms") -> LawResult:
-    """A law that holds within a limit for each element [R, C]; sizes are relative to `scale`."""
+    """A law that holds within a tolerance per element [R, C]; sizes are relative to `scale`."""
     if not error.numel():
         return LawResult(law, 0.0)
     bad = ~(error.abs() <= limit)  # NaN is beyond every limit
@@ -101,14 +101,14 @@ def floored(law: Law, error: Tensor, limit: Tensor, scale: float, unit: str = "o
 
 
 def worse(first: LawResult, second: LawResult) -> LawResult:
-    """Of two results of one law at one site (several calls): the stronger one, with the larger floor."""
+    """Of two results of one law at one site (several calls): the stronger one, with the larger tolerance."""
     one, other = (second, first) if second.strength > first.strength else (first, second)
     return replace(one, floor=max(one.floor, other.floor), elements=one.elements + other.elements)
 
 
 @dataclass
 class EvidenceFacts:
-    """Found mostly by further calls of a suspect; the defaults say nothing."""
+    """Facts about a suspect, mostly from further calls; the defaults mean "unknown"."""
 
     # does it repeat itself?
     random: bool = False  # differs from call to call
@@ -117,12 +117,12 @@ class EvidenceFacts:
     changed_in_channels: float = 1.0  # and of those in channels where any does
     # something linear
     statistics: Statistics = field(default_factory=Statistics)
-    gap_size: float = 1.0  # of its gap round 0, relative to the rms
+    gap_size: float = 1.0  # of its gap around 0, relative to the rms
     lost_inputs: tuple[int, ...] = ()  # inner indices that reach no output
     at_zero: str = ""  # f(0), where it is not 0: "one bit", "constant", "constant channel", "varied"
     even: str = ""  # (f(x) + f(-x)) / 2: "constant", "within an ulp", "sign stuck", "other"
     at_top: str = ""  # only the largest break additivity: "short" or "beyond"
-    few: bool = False  # so do only a few elements, by much
+    few: bool = False  # only a few elements do, by a large amount
     truncates: float = 0.0  # share of the error that looks like rounding toward zero
     mean_square: float = math.inf  # of the error of additivity, in variances of healthy round-off
     additivity: tuple[Tensor, list[Tensor]] | None = None  # that error, and the outputs it comes from
@@ -141,7 +141,7 @@ class EvidenceFacts:
     expected: Recomputed | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Those that say something and can be printed."""
+        """The facts that are known and can be printed."""
         found = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
         return {
             name: value
@@ -159,7 +159,7 @@ class EvidenceFacts:
 
 @dataclass
 class LawEvidence:
-    """The results of one call of an operator, facts, and laws that could not be tried."""
+    """The results of one call of an operator, facts, and laws that could not be tested."""
 
     results: list[LawResult] = field(default_factory=list)
     facts: EvidenceFacts = field(default_factory=EvidenceFacts)
@@ -173,7 +173,7 @@ class LawEvidence:
         self.results += results
 
     def add_statistics(self, found: Statistics, y: Tensor) -> None:
-        """Broken where something was found that never happens by chance."""
+        """Broken if something was found that never happens by chance."""
         words = found.words(y.shape[-1])
         channels = (found.stuck_channels if found.stuck else ()) or found.dead
         channels = channels or (found.gap_channels if found.gap else ())
@@ -183,12 +183,12 @@ class LawEvidence:
 
 
 def known_values(y: Tensor, expected: Tensor, limit: Tensor) -> Recomputed:
-    """An output, what it should be, and how far it may be off, [R, C]."""
+    """An output, its expected value, and its tolerance, [R, C]."""
     return Recomputed(y, Reference(expected, (limit / 2,)))
 
 
 def sampled_rows(y: Tensor, fewest: int = 2) -> Tensor:
-    """Indices of the rows that are examined: all, or as many as ANALYSED numbers hold, spread evenly."""
+    """Indices of the rows to examine: all, or as many as fit into ANALYSED numbers, evenly spaced."""
     width = max(1, y.shape[-1])
     total, most = y.numel() // width, max(fewest, ANALYSED // width)
     return torch.arange(total) if total <= most else torch.linspace(0, total - 1, most).long()
@@ -197,10 +197,10 @@ def sampled_rows(y: Tensor, fewest: int = 2) -> Tensor:
 def check_repeatability(
     call: Callable[[Tensor], Tensor], x: Tensor, base: Tensor, other: Tensor | None, facts: EvidenceFacts
 ) -> Tensor:
-    """Repeated calls of a suspect: is it `random`, is it `stale`, how many elements change. Gives what it settles on.
+    """Call a suspect again: is it `random`, is it `stale`, how many elements change? Returns the settled output.
 
-    `other` is another input (rows moved by one) that is called in between: a call after it that differs from those
-    that repeat each other remembers what was computed before.
+    `other` is another input (rows shifted by one) called in between: a call after it that differs from those that agree
+    with each other depends on what was computed before.
     """
     runs = [call(x) for _ in range(_RUNS)]
     if other is not None:

@@ -1,4 +1,4 @@
-"""Which laws are tried where: one handler for each kind of call that is listened to."""
+"""Decides which laws are tested where: one handler for each kind of observed call."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from noisescope.probe.recorded_call import RecordedCall
 from noisescope.sites import FUSED, Place, Site
 
 _HUGE = 1e15  # inputs beyond this come from a fault upstream: their squares overflow
-_TOO_LARGE = "inputs that are not finite, or too large to be judged"
+_TOO_LARGE = "inputs that are not finite, or too large to check"
 
 Laws = Callable[[RecordedCall], LawEvidence | None]
 
 
 class LawDispatcher:
-    """Hands each call to its laws, and their results to `results`."""
+    """Passes each call to its laws, and their results to `results`."""
 
     def __init__(
         self,
@@ -97,10 +97,10 @@ class LawDispatcher:
         return self.guarded(laws[operator]) if operator in laws else None
 
     def guarded(self, laws: Laws) -> Handler:
-        """Laws as a handler: what a module raises when it is called again means that they were not tried.
+        """Wrap laws as a handler: if a module raises when called again, its laws count as not tested.
 
-        So does state that it changes (a cache, a counter), which is put back: its second answer need not be its first.
-        A law that is broken, but by the class's own code on the host as well, is none of that class's laws.
+        The same holds if it changes its state (a cache, a counter), which is restored: its second answer may differ
+        from its first. A law that the class's own code on the host breaks too does not apply to that class.
         """
 
         def handler(recorded: RecordedCall) -> None:
@@ -112,10 +112,10 @@ class LawDispatcher:
                 found = laws(recorded)
                 if found is not None and found.broken and recorded.operator != MLP:
                     found = self._of_the_class(found, laws, recorded)
-            except Exception as error:  # a stranger's code may raise anything
-                found, why = None, f"raised {type(error).__name__} when it was called again"
+            except Exception as error:  # third-party code may raise anything
+                found, why = None, f"raised {type(error).__name__} when called again"
             if before.restore():
-                found, why = None, "changes its own state when it is called"
+                found, why = None, "changes its own state when called"
             if why:
                 name = type(recorded.callee).__name__ if isinstance(recorded.callee, nn.Module) else "a function in it"
                 found = LawEvidence(skipped=[f"laws of {recorded.unit.module} ({name}): it {why}"])
@@ -125,9 +125,9 @@ class LawDispatcher:
         return handler
 
     def _of_the_class(self, found: LawEvidence, laws: Laws, recorded: RecordedCall) -> LawEvidence:
-        """What is left of broken laws when those that the class breaks on the host too are left out.
+        """The broken laws, without those that the class breaks on the host too.
 
-        A whole sub-layer that does not run there is not judged: nothing says that it obeys them.
+        A sub-layer that does not run there is not judged, because nothing shows that it satisfies them.
         """
         host = on_the_host(recorded)
         own = None if host is None else laws(host)
@@ -139,19 +139,19 @@ class LawDispatcher:
             return found
         self.causal &= Law.CAUSALITY not in not_laws
         name = type(recorded.callee).__name__ if isinstance(recorded.callee, nn.Module) else recorded.operator
-        skipped = [f"{law}: {name} does not obey it on the host either" for law in sorted(not_laws)]
+        skipped = [f"{law}: {name} does not satisfy it on the host either" for law in sorted(not_laws)]
         results = [result for result in found.results if result.law not in not_laws]
         return replace(found, results=results, skipped=[*found.skipped, *skipped])
 
     # -- modules
 
     def _record(self, recorded: RecordedCall) -> None:
-        """What a linear gave, for the MLP that it is in."""
+        """Keep a linear's output for the MLP that contains it."""
         if recorded.operator == "linear" and recorded.unit.component == "mlp" and recorded.output_tensor is not None:
             self._parts[recorded.unit.module] = recorded.output_tensor.detach()
 
     def _why_not(self, recorded: RecordedCall, *others: Tensor, room: float = 4.0) -> LawEvidence | None:
-        """None where the input, and what else it meets, is finite and so small that no healthy module overflows."""
+        """None if the input, and what it is combined with, is finite and so small that no healthy module overflows."""
         x = recorded.first_input
         if x is None or recorded.output_tensor is None or not x.is_floating_point() or x.numel() == 0:
             return LawEvidence()
@@ -161,10 +161,10 @@ class LawDispatcher:
         return None if fits else LawEvidence(skipped=[_TOO_LARGE])
 
     def _not_all_linear(self, recorded: RecordedCall) -> LawEvidence | None:
-        """None where every linear inside a module is one."""
+        """None if every linear inside a module is one."""
         if not any(name.startswith(f"{recorded.unit.module}.") for name in self.nonlinear):
             return None
-        return LawEvidence(skipped=["laws of a part with a linear that need not be linear"])
+        return LawEvidence(skipped=["laws of a module that contains a linear but need not be linear itself"])
 
     def _linear(self, recorded: RecordedCall) -> LawEvidence:
         packed = recorded.unit.packed
@@ -184,7 +184,7 @@ class LawDispatcher:
         own = linear.Linear(call, given, x.shape[-1], additive=not packed, zero_channels=zero_channels)
         found, base = linear.examine(own, y if given is x and not biased else None)
         if packed:
-            found.skipped.append(f"{Law.ADDITIVITY}, {Law.NAN_PASSES}: {packed} may quantise what it is given")
+            found.skipped.append(f"{Law.ADDITIVITY}, {Law.NAN_PASSES}: {packed} may quantise its input")
         if self.weights:
             linear_checksums.check_checksums(recorded, found)
         if found.broken:
@@ -223,7 +223,7 @@ class LawDispatcher:
     def _attention_module(self, recorded: RecordedCall) -> LawEvidence:
         given = (*recorded.args, *recorded.kwargs.values())
         if any(type(value).__name__.endswith("Cache") for value in given):  # each call would write to it
-            return LawEvidence(skipped=["laws of attention: it is given a key-value cache"])
+            return LawEvidence(skipped=["laws of attention: it uses a key-value cache"])
         unfit = self._not_all_linear(recorded) or self._why_not(recorded)
         return unfit or sublayers.examine_attention(recorded, self.rotary, causal=self.causal)
 
@@ -242,7 +242,7 @@ class LawDispatcher:
             self._second[recorded.unit.place] = (x.detach().cpu(), y.detach().cpu())
 
     def block_facts(self, place: Place) -> EvidenceFacts:
-        """Whether a block gave something else for the same input in the second forward."""
+        """Whether a block returned something different for the same input in the second forward."""
         facts = EvidenceFacts()
         if not isinstance(place, int) or place not in self._second or place not in self._given:
             return facts
@@ -256,7 +256,7 @@ class LawDispatcher:
     # -- functions
 
     def _product(self, recorded: RecordedCall) -> LawEvidence:
-        """A product as a linear function of its first factor; the other one is fixed, what is added is left out."""
+        """A product as a linear function of its first factor; the other one is fixed, and an addend is left out."""
         name = getattr(recorded.callee, "__name__", "")
         added = name in ("baddbmm", "addmm")
         args = list(recorded.args)
@@ -308,21 +308,21 @@ class LawDispatcher:
 
 
 def site_of(recorded: RecordedCall) -> Site:
-    """Within an attention module the n-th product is a site of its own; experts are one site each."""
+    """Within an attention module each product is a site; each expert is one site."""
     apart = recorded.unit.kind == ATTENTION and recorded.operator != FUSED
     return recorded.unit.site(recorded.operator, occurrence=recorded.occurrence if apart else 0)
 
 
 def _why_not_linear(recorded: RecordedCall) -> str:
-    """Why a module of that name need not be a linear function of its input; "" where nothing speaks for it."""
+    """Why a module of that name need not be a linear function of its input; "" if there is no reason."""
     module = recorded.callee
     if not isinstance(module, nn.Module):
         return ""
     if not given_one_tensor(recorded.args, recorded.kwargs):
-        return "it is given more than one tensor"
+        return "it takes more than one tensor"
     if recorded.unit.packed:
         return ""
     weight = getattr(module, "weight", None)
     if type(weight) not in (Tensor, nn.Parameter):
-        return f"a weight of the kind {type(weight).__name__} may round what it is given"
+        return f"a weight of the kind {type(weight).__name__} may round its input"
     return "" if linear_formula(module) is not None else f"{type(module).__name__} computes {NOT_LINEAR}"

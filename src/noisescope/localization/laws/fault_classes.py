@@ -1,4 +1,4 @@
-"""The class of a fault from the laws that were kept and broken, and from the facts that go with them.
+"""Infers the class of a fault from the laws that hold or fail, and from the facts that go with them.
 
 Kept                            Broken                                  Class
 everything exact                repeat, again and again                 noise; spike where few elements change
@@ -52,7 +52,7 @@ Broken = Mapping[Law, LawResult]
 
 
 def place_and_class(site: Site, broken: Broken, facts: EvidenceFacts) -> tuple[Site, Pattern]:
-    """A fused call or a whole sub-layer is narrowed down to an operator by its pattern."""
+    """Narrow a fused call or a whole sub-layer down to an operator by its pattern."""
     if site.operator == MLP:
         return replace(site, operator=facts.activation), _classify(MLP, broken, facts)
     if site.operator == ATTENTION_MODULE:
@@ -77,7 +77,9 @@ def place_and_class(site: Site, broken: Broken, facts: EvidenceFacts) -> tuple[S
 
 
 def _in_scores(broken: Broken, facts: EvidenceFacts) -> bool:
-    """A table of exp breaks the key shift only where a step lies between two roundings, wrong scores in most places."""
+    """A table of exp breaks the key shift only at a step between two roundings; wrong scores break it almost
+    everywhere.
+    """
     if Law.KEY_SHIFT not in broken or facts.shift_overflows:
         return False
     return Law.LOG_ODDS not in broken or broken[Law.KEY_SHIFT].share > 0.2 * broken[Law.LOG_ODDS].share
@@ -89,15 +91,17 @@ def _softmax(broken: Broken, facts: EvidenceFacts) -> Pattern:
         return pattern
     size, spread = facts.ones_size, facts.ones_spread
     if Law.CAUSALITY in broken and Law.PROBABILITIES_SUM_TO_ONE not in broken:
-        return Pattern("unknown", 0.5, "keys that the mask hides reach the output")
+        return Pattern("unknown", 0.5, "masked keys reach the output")
     if facts.shift_overflows:
-        return Pattern("unknown", 0.5, "scores overflow: their maximum is not taken off")
+        return Pattern("unknown", 0.5, "scores overflow: the maximum is not subtracted first")
     if Law.PROBABILITIES_SUM_TO_ONE in broken and Law.ROW_ORDER in broken and size <= 0:
-        return Pattern("dead input lane", 0.6, "keys at some addresses are not summed")
+        return Pattern("dead input lane", 0.6, "keys at some positions are left out of the sum")
     if Law.LOG_ODDS not in broken and Law.PROBABILITIES_SUM_TO_ONE in broken:
         return Pattern("gain", 0.8) if abs(size) > 4 * spread else Pattern("accumulation", 0.6)
     if Law.PROBABILITIES_SUM_TO_ONE not in broken and Law.LOG_ODDS in broken:
-        return Pattern("function table", 0.8, "exp itself is off: probabilities add up, their ratios are wrong")
+        return Pattern(
+            "function table", 0.8, "exp itself is inaccurate: probabilities sum to 1, but their ratios are wrong"
+        )
     if facts.read is not None:
         return _from_probabilities(*facts.read)
     return pattern
@@ -111,7 +115,7 @@ def _classify(operator: str, broken: Broken, facts: EvidenceFacts) -> Pattern:
         return Pattern(*unrepeatable, "", channels)
     if facts.lost_inputs and operator in _PRODUCTS:
         lost = ", ".join(map(str, facts.lost_inputs[:8]))
-        return Pattern("dead input lane", 0.9, f"inner indices {lost} reach no output")
+        return Pattern("dead input lane", 0.9, f"inner indices {lost} do not reach the output")
     if set(broken) == {Law.NAN_PASSES}:
         return Pattern("nan to zero", 0.95)
     known = facts.expected
@@ -214,13 +218,13 @@ def _bits(seen: Statistics) -> tuple[str, float]:
 
 
 def _from_expected(operator: str, known: Recomputed) -> Pattern:
-    """Where the right numbers are known: the audit's patterns."""
+    """With known correct values: the audit's patterns."""
     judgement = judge(known.y, known.reference, probabilities=operator == "softmax")
     return classify(Evidence.of(operator, known, judgement))
 
 
 def _from_scores(p: Tensor, q: Tensor, k: Tensor, scale: float) -> Pattern:
-    """The class of a fault in q k^T, from its probabilities: log p is the score, but for a constant per row."""
+    """The class of a fault in q k^T, from its probabilities: log p is the score up to a constant per row."""
     p, q, k = (t.detach().cpu().double() for t in (p, q, k))
     scores = (q @ k.transpose(-1, -2)) * scale
     got = p.clamp_min(1e-30).log()
@@ -231,13 +235,17 @@ def _from_scores(p: Tensor, q: Tensor, k: Tensor, scale: float) -> Pattern:
         got_size, wanted = got[off].abs(), scores[off].abs()
         top = float(got_size.median())
         if bool((wanted > got_size).all()) and bool(((got_size - top).abs() < 0.02 * top).all()):
-            return Pattern("saturation", 0.9, f"{int(off.sum())} scores that should be larger lie at about {top:.3g}")
+            return Pattern(
+                "saturation", 0.9, f"{int(off.sum())} scores that should be larger are clipped to about {top:.3g}"
+            )
     width = got.shape[-1]
     wide = scores.reshape(-1, width)
     known = known_values(got.reshape(-1, width).float(), wide, torch.full_like(wide, float(limit)))
     pattern = _from_expected("matmul", known)
     if pattern.fault_class == "accumulation" and _in_proportion(got, scores):
-        return Pattern("truncation", 0.7, "scores are off in proportion to their size, as one short rounding makes")
+        return Pattern(
+            "truncation", 0.7, "the error of scores is proportional to their size, as from one low-precision rounding"
+        )
     return pattern
 
 

@@ -41,7 +41,7 @@ _LEAST_LOG = 8.0  # natural logarithms above the smallest number of the dtype do
 
 
 def examine_activation(recorded: RecordedCall) -> LawEvidence:
-    """The activation identity, and what every function must do."""
+    """Test the activation identity, and properties that every activation must have."""
     found = LawEvidence()
     z, y = recorded.first_input, recorded.output_tensor
     if z is None or y is None or y.shape != z.shape or not z.is_floating_point() or z.numel() < 2:
@@ -72,7 +72,7 @@ def examine_activation(recorded: RecordedCall) -> LawEvidence:
         ):
             result = _identity(host_rows(inputs), host_rows(forth), host_rows(back), elsewhere)
             if result is None:
-                found.skipped.append(f"{Law.ACTIVATION_IDENTITY}: not of the kind z g(z) with g(z) + g(-z) = 1")
+                found.skipped.append(f"{Law.ACTIVATION_IDENTITY}: not of the form z g(z) with g(z) + g(-z) = 1")
                 break
             found.add(result)
         else:
@@ -88,7 +88,7 @@ def examine_activation(recorded: RecordedCall) -> LawEvidence:
 
 
 def _grid(z: Tensor) -> Tensor:
-    """A sweep from -12 to 12 in the shape and dtype of what the unit received."""
+    """A sweep from -12 to 12 in the shape and dtype of the unit's input."""
     steps = torch.linspace(-_WIDEST, _WIDEST, min(z.numel(), 4096), device="cpu")
     repeated = steps.repeat(-(-z.numel() // steps.numel()))[: z.numel()]
     return repeated.reshape(z.shape).to(z.dtype)
@@ -102,7 +102,7 @@ def _nan_and_zeros(z: Tensor) -> Tensor:
 
 
 def _on_host(recorded: RecordedCall) -> Callable[[Tensor], Tensor]:
-    """The same code on the host, apart from every scope."""
+    """The same code on the host, outside every scope."""
     callee: Any = recorded.callee
     if isinstance(callee, nn.Module):
         bare = copy.copy(callee)
@@ -115,7 +115,7 @@ def _on_host(recorded: RecordedCall) -> Callable[[Tensor], Tensor]:
 
 
 def _identity(z: Tensor, forth: Tensor, back: Tensor, elsewhere: Callable[[Tensor], Tensor]) -> LawResult | None:
-    """The identity in units of an ulp of the largest number involved; None where the host breaks it too."""
+    """The identity in ulps of the largest number involved; None if the host breaks it too."""
     unit = number_format(z.dtype).ulp(z.double().abs())
     usable = z.double().isfinite()
     on_host = (elsewhere(z).double() - elsewhere(-z).double() - z.double()).abs() / unit
@@ -127,7 +127,7 @@ def _identity(z: Tensor, forth: Tensor, back: Tensor, elsewhere: Callable[[Tenso
 
 
 def _shape(operator: str, z: Tensor, y: Tensor) -> LawResult:
-    """Never below its minimum, growing to the right of it, and nowhere steeper than it may be."""
+    """Never below its minimum, increasing to the right of it, and nowhere steeper than allowed."""
     values, order = z.double().flatten().sort()
     out = y.double().flatten()[order]
     unit = number_format(y.dtype).ulp(out.abs().clamp_min(2.0**-6))
@@ -165,14 +165,14 @@ def log_odds(law: Law, p: Tensor, other: Tensor, factor: float, sizes: Tensor) -
 
 
 def examine_softmax(recorded: RecordedCall) -> LawEvidence:
-    """The laws of a softmax call over the last dimension: its input is ours to choose."""
+    """Test the laws of a softmax call over the last dimension, with chosen inputs."""
     found = LawEvidence()
     x, y = recorded.first_input, recorded.output_tensor
     dim = recorded.kwargs.get(
         "dim", recorded.args[1] if len(recorded.args) > 1 and isinstance(recorded.args[1], int) else -1
     )
     if x is None or y is None or x.shape != y.shape or dim not in (-1, x.dim() - 1) or x.shape[-1] < 2:
-        return LawEvidence(skipped=["softmax laws: not over the last dimension"])
+        return LawEvidence(skipped=["softmax laws: softmax is not over the last dimension"])
     u, form = WORK_ROUNDOFF, number_format(y.dtype)
     grid = probe(x, _scores_on_a_grid)
     repeat = recorded.again(x)
@@ -208,7 +208,7 @@ def examine_softmax(recorded: RecordedCall) -> LawEvidence:
 
 
 def _scores_on_a_grid(x: Tensor) -> Tensor:
-    """Scores with their maximum taken off, none below -24, on a grid on which sums are exact in their dtype."""
+    """Scores with their maximum subtracted, none below -24, on a grid on which sums are exact in their dtype."""
     finite = x.clamp(-1e4, 1e4)
     low = (finite - finite.amax(-1, keepdim=True)).clamp_min(-24.0)
     step = 2.0 ** -(number_format(x.dtype).bits - 7)  # |scores| stay below 64
@@ -221,7 +221,7 @@ def _four(x: Tensor) -> Tensor:
 
 
 def examine_embedding(recorded: RecordedCall, *, weights: bool) -> LawEvidence:
-    """Repetition, row order, and the stored table where weights are read."""
+    """Test repetition, row order, and the stored table if weights are read."""
     found = LawEvidence()
     x, y = recorded.tensors
     plain = type(recorded.callee).forward is nn.Embedding.forward and recorded.callee.max_norm is None

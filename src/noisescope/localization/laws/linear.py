@@ -1,9 +1,9 @@
 """The laws of anything linear in one operand: a projection, an expert's product, P V of an attention call.
 
-Exact laws cost a call each and are put together where they can: f(-2 x) = -2 f(x) is oddness and scaling at once, and
-is taken apart only where it breaks. Additivity takes one call: half of the rows carry x_1, the others x_2 = x - x_1,
-where x_1 is 0.7 x or 0.3 x at random for each inner index. Both are exact, but have other bits than x: operands cut
-short on the way in do not add up.
+Exact laws cost one call each and are combined where possible: f(-2 x) = -2 f(x) tests oddness and scaling at once, and
+is split only if it fails. Additivity takes one call: half of the rows carry x_1, the others x_2 = x - x_1, where x_1 is
+0.7 x or 0.3 x at random for each inner index. Both are exact but have other bits than x, so operands that are truncated
+on the way in do not add up.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _TRUNCATES = 0.4
 
 @dataclass(frozen=True)
 class Linear:
-    """A call that is linear in x [..., M, K]; `call` makes it again without any bias."""
+    """A call that is linear in x [..., M, K]; `call` repeats it without any bias."""
 
     call: Callable[[Tensor], Tensor]
     x: Tensor
@@ -69,13 +69,13 @@ class Linear:
 
     @property
     def rolled(self) -> Tensor | None:
-        """x with its rows moved on by one, over all leading dimensions."""
+        """x with its rows shifted by one, over all leading dimensions."""
         many = self.free_rows and self.x.numel() > self.x.shape[-1]
         return probe(self.x, moved_rows) if many else None
 
 
 def examine(linear: Linear, y: Tensor | None) -> tuple[LawEvidence, Tensor]:
-    """All laws, and the output without bias; `y` is the output for x, None where a bias was added to it."""
+    """Test all laws; returns the output without bias. `y` is the output for x, None if a bias was added to it."""
     found, x, call = LawEvidence(), linear.x, linear.call
     base = call(x) if y is None else y
     rolled = None if linear.rolled is None else call(linear.rolled)
@@ -101,7 +101,7 @@ def examine(linear: Linear, y: Tensor | None) -> tuple[LawEvidence, Tensor]:
         law = Law.ODDNESS if factor == 1 else Law.SCALE_BY_TWO
         found.add(exact(law, got, b, allowed=allowed(b, base.dtype), round_off=floor))
         if factor == 1:
-            why = "inputs so large and so small that neither twice nor half of them fits the dtype"
+            why = "the inputs range so widely that neither twice nor half of them fits the dtype"
             found.skipped.append(f"{Law.SCALE_BY_TWO}: {why}")
         found.add(exact(Law.ZERO, host_rows(zero).double(), torch.zeros_like(host_rows(zero).double()), scale=size))
         if nan is not None:
@@ -120,7 +120,7 @@ def examine(linear: Linear, y: Tensor | None) -> tuple[LawEvidence, Tensor]:
 
 
 def moved_rows(x: Tensor) -> Tensor:
-    """x with its rows moved on by one, over all leading dimensions."""
+    """x with its rows shifted by one, over all leading dimensions."""
     return x.reshape(-1, x.shape[-1]).roll(1, 0).reshape(x.shape)
 
 
@@ -131,7 +131,7 @@ def random_half(x: Tensor, seed: int) -> Tensor:
 
 
 def scale_factor(x: Tensor, y: Tensor) -> float:
-    """2, or 1/2 where twice the numbers would not fit the dtype (float16), or 1 where halves would lose bits."""
+    """2, or 1/2 if doubled numbers would not fit the dtype (float16), or 1 if halving would lose bits."""
     with host_arithmetic():
         given = x.detach().cpu()
         largest = max(float(t.detach().cpu().abs().nan_to_num(0.0, posinf=0.0).max()) for t in (given, y))
@@ -193,19 +193,19 @@ def with_nans(x: Tensor, most: int = _NANS) -> Tensor:
 
 
 def _nan_passes(out: Tensor, found: LawEvidence) -> None:
-    """An inner index whose NaN reaches no output is not summed at all."""
+    """An inner index whose NaN reaches no output is not part of the sum."""
     result = exact(Law.NAN_PASSES, out, torch.full_like(out, math.nan))
     lost = (~out.isnan()).all(-1)
     if bool(lost.any()) and not bool(lost.all()):
         found.facts.lost_inputs = tuple(lost.nonzero().flatten().tolist())
-    words = f"{int((~out.isnan()).sum())} of {out.numel()} results are numbers" if result.broken else ""
+    words = f"{int((~out.isnan()).sum())} of {out.numel()} results are not NaN" if result.broken else ""
     found.add(replace(result, words=words))
 
 
 def _additivity(
     linear: Linear, base: Tensor, first: Tensor, second: Tensor, where: Tensor, found: LawEvidence
 ) -> Tensor:
-    """The law, and S^2 of every row for the other floors."""
+    """Test additivity; also returns S^2 of every row for the other tolerances."""
     keep = sampled_rows(first)
     top = where[keep]
     outputs = [first[keep].double(), second[keep].double(), host_rows(base)[top].double()]
@@ -234,7 +234,7 @@ def _additivity(
 
 @dataclass(frozen=True)
 class _Means:
-    """What additivity says on average, where single errors are within their limits."""
+    """What additivity shows on average, where single errors are within their limits."""
 
     strength: float
     square: float  # of the error, in variances of healthy round-off
@@ -258,7 +258,7 @@ def _full_precision(outputs: list[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def _at_top(bad: Tensor, outputs: list[Tensor], error: Tensor) -> str:
-    """Whether what breaks additivity are the largest elements: too small ("short") or too large ("beyond")."""
+    """Whether the largest elements break additivity: too small ("short") or too large ("beyond")."""
     if not bool(bad.any()):
         return ""
     large = torch.zeros_like(bad)
@@ -287,11 +287,11 @@ def _same_rows(law: Law, got: Tensor, expected: Tensor, squares: Tensor, terms: 
 
 
 def _statistics(linear: Linear, base: Tensor, found: LawEvidence) -> None:
-    """On rows whose inputs differ."""
+    """Output statistics on rows whose inputs differ."""
     rows = sampled_rows(base)
     values = host_rows(base)[rows][distinct_rows(host_rows(linear.x)[rows])]
     seen = measure(values)
-    if seen.dead and linear.zero_channels is not None:  # a weight of 0 is no fault
+    if seen.dead and linear.zero_channels is not None:  # a weight of 0 is not a fault
         excused = linear.zero_channels(seen.dead)
         seen = replace(seen, dead=tuple(c for c in seen.dead if c not in excused))
     found.facts.statistics = seen
@@ -300,9 +300,9 @@ def _statistics(linear: Linear, base: Tensor, found: LawEvidence) -> None:
 
 
 def probe_suspect(linear: Linear, base: Tensor, found: LawEvidence) -> None:
-    """Calls that only a suspect pays for: is the fault random, odd, an offset, does it scale, does it need other bits?
+    """Further calls for a suspect only: is the fault random, odd, an offset, does it scale, does it need other bits?
 
-    They tell the class of a fault, not whether there is one.
+    They determine the class of a fault, not whether there is one.
     """
     x, call, facts = linear.x, linear.call, found.facts
     steady = check_repeatability(call, x, base, linear.rolled, facts)
@@ -333,7 +333,7 @@ def probe_suspect(linear: Linear, base: Tensor, found: LawEvidence) -> None:
 
 
 def _adds_up(linear: Linear, base: Tensor, a: Tensor, b: Tensor, where: Tensor) -> bool:
-    """Additivity over halves of the inner dimension: kept where only the operands' low bits were lost."""
+    """Additivity over halves of the inner dimension: holds if only the operands' low bits were lost."""
     keep = sampled_rows(a)
     outputs = [a[keep].double(), b[keep].double(), host_rows(base)[where[keep]].double()]
     squares = squares_from_split(outputs[0] - outputs[1], host_rows(linear.x).double(), where[keep])[where[keep]]
@@ -345,9 +345,9 @@ def _adds_up(linear: Linear, base: Tensor, a: Tensor, b: Tensor, where: Tensor) 
 
 
 def _summed_coarsely(error: Tensor, outputs: list[Tensor], bits: int, dtype: torch.dtype) -> bool:
-    """Whether results that end in `bits` zeros were summed that coarsely, and not cut there once at the end.
+    """Whether results that end in `bits` zeros were summed that coarsely, rather than truncated once at the end.
 
-    A cut is toward zero, or one rounding; sums of many roundings are neither.
+    Truncation is toward zero, or one rounding; sums of many roundings are neither.
     """
     form = number_format(dtype)
     variance, pattern = torch.zeros_like(error), torch.zeros_like(error)

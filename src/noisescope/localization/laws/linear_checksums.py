@@ -1,6 +1,6 @@
-"""Laws that read weights: checksums of every linear, and for a suspect the columns and rows of W themselves.
+"""Laws that read weights: checksums of every linear and, for a suspect, the columns and rows of W themselves.
 
-The host works in float64 on copies of input and weight, never through the module.
+The host computes in float64 on copies of input and weight, never through the module.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _READ_BACK = 4096  # columns that are read back at most
 
 
 def weight_of(module: Any) -> Tensor | None:
-    """W [N, K] on the host, or None where it is packed."""
+    """W [N, K] on the host, or None if it is packed."""
     weight = getattr(module, "weight", None)
     if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_floating_point() or weight.is_meta:
         return None
@@ -37,7 +37,7 @@ def weight_of(module: Any) -> Tensor | None:
 
 
 def zero_channels(module: Any, channels: tuple[int, ...]) -> set[int]:
-    """Of some channels those whose weights are all 0: they are dead for a good reason."""
+    """The channels whose weights are all 0, which are legitimately dead."""
     weight = weight_of(module)
     return set() if weight is None else {c for c in channels if not bool(weight[c].any())}
 
@@ -47,7 +47,7 @@ def check_checksums(recorded: RecordedCall, found: LawEvidence) -> None:
     x, module = recorded.first_input, recorded.callee
     weight = weight_of(module) if isinstance(module, nn.Module) else None
     if weight is None or x is None:
-        found.skipped.append("laws that read weights: a packed weight")
+        found.skipped.append("laws that read weights: the weight is packed")
         return
     call, biased = unbiased(recorded)
     out = call(x) if biased else recorded.output
@@ -76,7 +76,7 @@ def _mean_strength(z: Tensor) -> float:
 
 
 def read_weights_back(recorded: RecordedCall, found: LawEvidence) -> None:
-    """Columns and permuted rows of a suspect's W, and its output recomputed whole for the class of its fault."""
+    """Columns and permuted rows of a suspect's W, and its full output recomputed to classify the fault."""
     x, module = recorded.first_input, recorded.callee
     weight = weight_of(module)
     if weight is None or x is None:

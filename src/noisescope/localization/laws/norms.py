@@ -1,8 +1,8 @@
 """The laws of norms: y_ij = w_j (x_ij - mean_i) / sqrt(variance_i + eps), one gain w_j for all rows and scales of x.
 
-The gains are not read but found: w_j is the median over rows of y_ij / n_ij, n the normalised input on the host. One
-gain per channel must then explain every element, also for 4 x and for other multiples of x, where a table for the
-reciprocal root is read elsewhere. A constant gain is invisible until weights are read.
+The gains are estimated, not read: w_j is the median over rows of y_ij / n_ij, n the normalised input on the host. One
+gain per channel must then explain every element, also for 4 x and for other multiples of x, where a table for rsqrt is
+read at another entry. A constant gain is invisible unless weights are read.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _FEWEST_ROWS = 8  # for a median that a few wrong rows do not move
 
 
 def examine(recorded: RecordedCall, *, weights: bool = False) -> LawEvidence:
-    """All laws of one call of a norm."""
+    """Test all laws of one call of a norm."""
     found = LawEvidence()
     x, y = recorded.tensors
     if y.shape != x.shape:
-        return LawEvidence(skipped=["norm laws: its output has another shape than its input"])
+        return LawEvidence(skipped=["norm laws: the output shape differs from the input shape"])
     formula = _formula(recorded)
     call, biased = unbiased(recorded) if formula is not None else (recorded.again, False)
     base = call(x) if biased else y
@@ -97,7 +97,7 @@ def _keep_formula(
 
 
 def _formula(recorded: RecordedCall) -> NormFormula | None:
-    """None where it is not one of those known."""
+    """None if it is not one of the known formulas."""
     callee = recorded.callee
     if isinstance(callee, nn.Module):
         plain = given_one_tensor(recorded.args, recorded.kwargs)
@@ -133,7 +133,7 @@ def _drives(call: Callable[[Tensor], Tensor], x: Tensor, base: Tensor) -> list[l
 
 
 def _moved(x: Tensor, got: Tensor, expected: Tensor) -> LawResult:
-    """The same rows in other places: at most two roundings apart."""
+    """The same rows in other positions: at most two roundings apart."""
     a, b = got.double(), expected.double()
     return floored(Law.ROW_ORDER, torch.where(a.isnan() & b.isnan(), 0.0, a - b), _roundings(x, expected), rms(b))
 
@@ -148,7 +148,7 @@ def _statistics(recorded: RecordedCall, formula: NormFormula, x: Tensor, y: Tens
     y = y.to(narrower(x.dtype, y.dtype))  # a norm that rounds before a gain of 1 has no more bits than that
     seen = measure(y[distinct_rows(x)])
     weight = _stored(recorded, formula)
-    if seen.dead:  # a gain of 0 (or 1 + -1) is no fault, nor is an input that is 0
+    if seen.dead:  # a gain of 0 (or 1 + -1) is not a fault, nor is an input of 0
         excused = set((x.double() == 0).all(0).nonzero().flatten().tolist())
         if weight is not None and weight.numel() == y.shape[-1]:
             gains = host_rows(weight.reshape(1, -1))[0].double()
@@ -184,7 +184,7 @@ def _gains(y: Tensor, n: Tensor) -> Tensor:
 
 
 def _one_gain(drive: list[tuple[Law, Tensor, Tensor]], formula: NormFormula, found: LawEvidence) -> None:
-    """Gains found from the first must explain all."""
+    """Gains estimated from the first must explain all."""
     _, x, y = drive[0]
     gains = _gains(y.double(), normalised(x, formula)[0])
     for law, z, out in drive:
@@ -194,7 +194,7 @@ def _one_gain(drive: list[tuple[Law, Tensor, Tensor]], formula: NormFormula, fou
 def _right_numbers(
     recorded: RecordedCall, x: Tensor, y: Tensor, formula: NormFormula, found: LawEvidence, *, weights: bool
 ) -> None:
-    """What should have come out, by the gains found or, where weights are read, by those stored."""
+    """The expected output, by the estimated gains or, if weights are read, by the stored ones."""
     n, _ = normalised(x, formula)
     gains = _gains(y.double(), n)
     if weights:
@@ -204,7 +204,7 @@ def _right_numbers(
 
 
 def _limit(x: Tensor, n: Tensor, gains: Tensor, dtype: torch.dtype, formula: NormFormula) -> Tensor:
-    """Two roundings to the dtype, one of the gain found, sums and root in float32, the cost of taking off the mean."""
+    """Two roundings to the dtype, one of the estimated gain, float32 sums and root, and the subtraction of the mean."""
     form, u = number_format(dtype), WORK_ROUNDOFF
     expected = (gains * n).abs()
     limit = 4 * form.ulp(expected) + 4 * form.u * expected
@@ -216,7 +216,7 @@ def _limit(x: Tensor, n: Tensor, gains: Tensor, dtype: torch.dtype, formula: Nor
 
 
 def _explained(law: Law, x: Tensor, y: Tensor, gains: Tensor, formula: NormFormula) -> LawResult:
-    """y against w n: element by element, and a factor for each row, in which roundings average out."""
+    """y against w n: element by element, and as a factor per row, in which roundings average out."""
     n, _ = normalised(x, formula)
     expected, values = gains * n, y.double()
     dtype = narrower(x.dtype, y.dtype)
@@ -237,14 +237,14 @@ def _explained(law: Law, x: Tensor, y: Tensor, gains: Tensor, formula: NormFormu
 
 
 def _stored(recorded: RecordedCall, formula: NormFormula) -> Tensor | None:
-    """The gains that a norm module keeps."""
+    """The gains that a norm module stores."""
     return formula.parameters_of(recorded.callee)[0] if isinstance(recorded.callee, nn.Module) else None
 
 
 def _stored_gains(
     recorded: RecordedCall, formula: NormFormula, gains: Tensor, n: Tensor, dtype: torch.dtype, found: LawEvidence
 ) -> Tensor:
-    """The gains found against those stored, which are given back; those found where none can be read."""
+    """Compare the estimated gains with the stored ones, and return those; the estimates if none can be read."""
     weight = _stored(recorded, formula)
     if weight is None or weight.numel() != gains.numel():
         return gains

@@ -1,6 +1,6 @@
 """What a healthy output never looks like, whatever was computed: stuck bits, dead channels, gaps, ties.
 
-Only rows that come from different inputs count: a token that occurs twice gives the same row twice in the first block.
+Only rows from different inputs count: a token that occurs twice gives the same row twice in the first block.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _STEPS = 8
 
 @dataclass(frozen=True)
 class Statistics:
-    """What was found in one output."""
+    """The statistics found in one output."""
 
     stuck: tuple[tuple[int, int], ...] = ()  # (bit, value) that hardly ever changes
     stuck_channels: tuple[int, ...] = ()  # where only some channels have it
@@ -38,7 +38,7 @@ class Statistics:
     clear_ties: bool = False  # enough of them to be an alarm by themselves
 
     def words(self, width: int) -> str:
-        """What never happens by chance; "" where there is nothing."""
+        """The findings that never happen by chance; "" if there are none."""
         found = []
         if self.stuck:
             named = ", ".join(f"bit {bit} always {value}" for bit, value in self.stuck[:4])
@@ -84,12 +84,12 @@ def measure(y: Tensor) -> Statistics:
 
 
 def _spread(values: Tensor) -> float:
-    """How far the numbers of a typical channel lie apart."""
+    """How far apart the numbers of a typical channel are."""
     return float(values.std(0).median())
 
 
 def _dead_channels(values: Tensor, form: Format) -> tuple[int, ...]:
-    """Channels with one number in all rows, where fewer than half of the channels are so."""
+    """Channels with one number in all rows, if fewer than half of the channels are like that."""
     if len(values) < _DIFFERENT:
         return ()
     constant = (values == values[:1]).all(0)
@@ -146,7 +146,7 @@ def _different(cells: Tensor) -> Tensor:
 
 
 def _gap(values: Tensor, dead: tuple[int, ...], form: Format) -> tuple[float, float, tuple[int, ...]]:
-    """Zeros where the density of numbers says there should be small ones."""
+    """Zeros where the density of numbers implies small ones."""
     zero = values == 0
     zero[:, list(dead)] = False
     zero &= ~(values == 0).all(-1, keepdim=True)
@@ -160,7 +160,7 @@ def _gap(values: Tensor, dead: tuple[int, ...], form: Format) -> tuple[float, fl
             continue
         smallest = float(size.min())
         near = int((size <= 2 * smallest).sum())
-        # Density is highest round 0, so the gap (0, s) lacks about as many numbers as (s, 2 s) has.
+        # Density is highest around 0, so the gap (0, s) lacks about as many numbers as (s, 2 s) has.
         # Numbers under the normal range fill it; what is between them and 0 is the rounding of the format.
         if smallest >= 2.0**form.least and near >= 4 and 0.25 * near <= zeros <= 64 * near:
             return smallest, zeros / values.numel(), channels_with(zero)
@@ -168,7 +168,7 @@ def _gap(values: Tensor, dead: tuple[int, ...], form: Format) -> tuple[float, fl
 
 
 def _ties(values: Tensor, form: Format) -> tuple[float, int, bool]:
-    """Numbers that are exactly as large as the largest, of one sign or both."""
+    """Numbers that exactly equal the maximum, of one sign or both."""
     best = (0.0, 0, False)
     for side in (values, -values, values.abs()):
         top = float(side.max())

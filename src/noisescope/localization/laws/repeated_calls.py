@@ -1,9 +1,9 @@
-"""Calls as they were made, and how they are made again: with other inputs, or without their biases.
+"""Repeats recorded calls, with other inputs or without their biases.
 
-Laws are tried inside the forward itself, at each module, on the input it really received. A listener on a module gets
-its call right after it, and makes it again with other inputs then and there. So every repeated call has the place, the
-thread and the scopes of the first one (a shared module is still in its block, a fault simulated by an outer scope still
-acts), nothing has to be kept, and the forward goes on with the first output.
+Laws are tested inside the forward, at each module, on the input it received. A callback receives the module's call
+right after it happened and repeats it with other inputs immediately. Every repeated call therefore runs in the same
+place, thread and scopes as the original (a shared module is still in its block, a fault simulated by an outer scope
+still acts), nothing has to be stored, and the forward continues with the original output.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _ADDED = {"linear": ((2, "bias"),), "layer_norm": ((3, "bias"),)}  # arguments t
 
 
 def without_residual(call: RecordedCall) -> RecordedCall:
-    """The same call with zeros for whatever else of x's shape it was given: some modules add the residual."""
+    """The same call with zeros for any other argument of x's shape: some modules add the residual."""
     x = call.first_input
 
     def other(value: Any) -> Any:
@@ -49,14 +49,14 @@ def without_residual(call: RecordedCall) -> RecordedCall:
 
 
 def adds_residual(call: RecordedCall) -> bool:
-    """Whether `without_residual` leaves something out."""
+    """Whether `without_residual` changes anything."""
     x = call.first_input
     given = (*call.args, *call.kwargs.values())
     return x is not None and any(isinstance(v, Tensor) and v is not x and v.shape == x.shape for v in given)
 
 
 def work(operator: str, given: Iterable[Any], y: Any) -> int:
-    """Multiplications of a linear, or of both products of fused attention; what else a forward does is small."""
+    """Multiplications of a linear, or of both products of fused attention; the rest of a forward is small."""
     tensors = [value for value in given if isinstance(value, Tensor)]
     if operator == "linear" and tensors and isinstance(y, Tensor):
         return y.numel() * tensors[0].shape[-1]
@@ -66,21 +66,21 @@ def work(operator: str, given: Iterable[Any], y: Any) -> int:
 
 
 def probe(x: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
-    """An input for a repeated call, made of x on the host: the arithmetic of the device is under test as well."""
+    """An input for a repeated call, derived from x on the host, because the device's arithmetic is under test."""
     with host_arithmetic():
         return make(x.detach().cpu()).to(x.device)
 
 
 def attempt(call: Callable[[], Tensor]) -> Tensor | None:
-    """A call in another shape than the first: None where the module does not take it, so that other laws are tried."""
+    """A call in another shape than the original: None if the module does not accept it, so that other laws run."""
     try:
         return call()
-    except Exception:  # a stranger's code may raise anything
+    except Exception:  # third-party code may raise anything
         return None
 
 
 def on_the_host(recorded: RecordedCall) -> RecordedCall | None:
-    """The same call made by the class's own code on the host, from copies; None where that code does not run there."""
+    """The same call by the class's own code on the host, from copies; None if that code does not run there."""
 
     def rerun(callee: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(callee, nn.Module):
@@ -94,13 +94,13 @@ def on_the_host(recorded: RecordedCall) -> RecordedCall | None:
     args, kwargs = copied_to_host(recorded.args), copied_to_host(recorded.kwargs)
     try:
         return replace(recorded, args=args, kwargs=kwargs, output=rerun(recorded.callee, *args, **kwargs), rerun=rerun)
-    except Exception:  # whatever a stranger's code raises, it does not run
+    except Exception:  # third-party code may raise anything: it does not run here
         return None
 
 
 @dataclass(frozen=True)
 class ModuleState:
-    """Attributes and buffers of a module and its children: some modules change them whenever they are called."""
+    """Attributes and buffers of a module and its children, which some modules change on every call."""
 
     attributes: dict[tuple[nn.Module, str], Any]
     buffers: dict[tuple[nn.Module, str], tuple[Tensor, Tensor, int]]  # with a copy, and how often it was written to
@@ -122,7 +122,7 @@ class ModuleState:
             return cls(attributes, {key: (b, b.clone(), b._version) for key, b in small.items()})
 
     def restore(self) -> bool:
-        """Puts back what has changed; whether anything had."""
+        """Restore what changed; returns whether anything had."""
         changed = False
         for (part, name), value in self.attributes.items():
             if vars(part).get(name) != value:
@@ -137,7 +137,7 @@ class ModuleState:
 
 @contextlib.contextmanager
 def parameters_replaced(replaced: list[tuple[nn.Module, str, Tensor]]) -> Iterator[None]:
-    """Other tensors in the place of parameters, for the length of some calls; the parameters themselves stay."""
+    """Temporarily use other tensors in place of parameters; the parameters themselves are untouched."""
     kept = [(module, name, module._parameters[name]) for module, name, _ in replaced]
     try:
         for module, name, tensor in replaced:
@@ -149,7 +149,7 @@ def parameters_replaced(replaced: list[tuple[nn.Module, str, Tensor]]) -> Iterat
 
 
 def unbiased(recorded: RecordedCall) -> tuple[Callable[[Tensor], Tensor], bool]:
-    """A call made again without the bias it adds, and whether it adds one."""
+    """A call repeated without the bias it adds, and whether it adds one."""
     callee = recorded.callee
     if isinstance(callee, nn.Module):
         zeros = biases(callee)
@@ -170,7 +170,7 @@ def unbiased(recorded: RecordedCall) -> tuple[Callable[[Tensor], Tensor], bool]:
 
 
 def biases(module: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
-    """Every bias in a module, with zeros to replace it: laws such as f(0) = 0 then hold for biased modules too."""
+    """Every bias in a module, with zeros to replace it, so that laws such as f(0) = 0 hold for biased modules too."""
     found = []
     for part in module.modules():
         for name in ("bias", "in_proj_bias", "bias_k", "bias_v", *_own_names_of_bias(part)):
@@ -181,7 +181,7 @@ def biases(module: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
 
 
 def _own_names_of_bias(module: nn.Module) -> tuple[str, ...]:
-    """What a hand-written norm calls its bias, found by its formula."""
+    """The name of the bias in a hand-written norm, found by its formula."""
     sizes = {p.shape for p in module._parameters.values() if p is not None}
     own = next(iter(sizes)) if len(sizes) == 1 and not list(module.children()) else ()
     formula = norm_formula(module, own[0]) if len(own) == 1 else None
@@ -193,7 +193,7 @@ Choice = Callable[[Unit, str], Handler | None]
 
 
 class Listening:
-    """Hands whole calls to handlers, and counts the work of the calls they make."""
+    """Passes whole calls to handlers, and counts the work of the calls they make."""
 
     def __init__(self, model: nn.Module, anatomy: Anatomy, choose: Choice) -> None:
         self._choose = choose
@@ -201,7 +201,7 @@ class Listening:
             model, self._on_call, lambda unit, op: choose(unit, op) is not None, repeated=True, anatomy=anatomy
         )
         self._busy = False
-        self.natural = 0  # multiplications in the forward itself, and in the calls made again
+        self.natural = 0  # multiplications in the forward itself, and in repeated calls
         self.extra = 0
 
     def __enter__(self) -> Self:
@@ -261,10 +261,10 @@ def function_anatomy(model: nn.Module, anatomy: Anatomy) -> tuple[Anatomy, list[
     for unit in anatomy.units:
         module = modules.get(unit.module)
         if unit.kind == ATTENTION and isinstance(module, nn.MultiheadAttention):
-            skipped.append("laws of fused attention: nn.MultiheadAttention is judged as a whole")
+            skipped.append("laws of fused attention: nn.MultiheadAttention is checked as a whole")
         elif unit.kind == ATTENTION and module is not None and decomposed_config(module) is not None:
             kernel = getattr(getattr(module, "config", None), "_attn_implementation", "")
-            skipped.append(f"laws of fused attention: the kernel {kernel} can only be judged as a whole")
+            skipped.append(f"laws of fused attention: the kernel {kernel} can only be checked as a whole")
         else:
             units.append(unit)
     return replace(anatomy, units=tuple(units)), skipped

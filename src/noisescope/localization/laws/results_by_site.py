@@ -1,4 +1,4 @@
-"""Everything the laws found, by site: suspects, what was kept, what could not be tried, what would have shown."""
+"""All law results by site: suspects, laws satisfied, laws not tested, and detection limits."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class RelationResults:
             self.skip(text)
 
     def skip(self, what: str) -> None:
-        """A law that could not be tried, and why; the same text is reported once, with its number."""
+        """Note a law that could not be tested, and why; identical texts are reported once, with a count."""
         self.skipped[what] = self.skipped.get(what, 0) + 1
 
     def entry(self, site: Site) -> SiteResults | None:
@@ -72,9 +72,10 @@ class RelationResults:
     # -- conclusions
 
     def forgive_the_stack(self) -> None:
-        """Where half of the modules of one kind do not repeat themselves within round-off, it is the stack.
+        """If half of the modules of one kind are not repeatable within round-off, the software stack is the cause.
 
-        Laws that are exact only if it does are then taken as kept there, unless they are off by more than round-off.
+        Laws that are exact only on a repeatable stack then count as satisfied there, unless they fail by more than
+        round-off.
         """
         kinds: dict[str, list[SiteResults]] = {}
         for entry in self.sites.values():
@@ -90,8 +91,9 @@ class RelationResults:
                         entry.results[law] = replace(result, strength=1.0)
             self.forgiven = True
             self.notes.append(
-                f"{len(loose)} of {len(alike)} modules alike ({kind}) differ from run to run within round-off: this "
-                "stack does not repeat itself, so laws that rest on that were judged within round-off"
+                f"{len(loose)} of {len(alike)} similar modules ({kind}) differ from run to run within round-off: "
+                f"results on this system are not bit-for-bit repeatable, so laws that need that were checked within "
+                f"round-off"
             )
 
     def suspects(self) -> list[SiteResults]:
@@ -120,18 +122,22 @@ class RelationResults:
         complete = tried and not unseen and not self.unexplained
         outcome = "faulty" if suspects else ("healthy" if complete else "undecided")
         if self.unexplained:
-            self.notes.append("the model gives other answers each time, and no module was seen to: repeat, or audit it")
+            self.notes.append(
+                "the model's output differs from run to run, but no single module's does: run again, "
+                "or use --method audit"
+            )
         notes = [*self.notes, *(f"{text} ({count} x)" for text, count in sorted(self.skipped.items()))]
         notes.append(
-            f"{tried} laws tried at {len(self.sites)} places on {self.elements:,} numbers; limits of floored laws "
-            "are 7 standard deviations for an element and 6.5 for a mean, so that many tests cost under 0.01 alarms"
+            f"{tried} laws tried at {len(self.sites)} places on {self.elements:,} values; laws with a round-off "
+            f"tolerance use limits of 7 standard deviations per element and 6.5 per mean, so all of these tests "
+            f"together raise fewer than 0.01 false alarms"
         )
         return Verdict(outcome, "relations", suspects, self.smallest_visible(), forwards, tried, tuple(notes), unseen)
 
     def smallest_visible(self) -> dict[str, Any]:
-        """By operator and class: the size of the smallest fault that would have shown at every such site.
+        """By operator and class: the smallest fault that would have been detected at every such site.
 
-        Sizes are relative to the output's rms; 0 means a single bit; None means not visible by the laws tried.
+        Sizes are relative to the output's rms; 0 means a single bit; None means undetectable by the laws tested.
         """
         sizes: dict[str, dict[str, dict[str, Any]]] = {}
         for entry in self.sites.values():
@@ -149,7 +155,7 @@ class RelationResults:
 
 
 def _best(entry: SiteResults) -> dict[str, dict[str, tuple[float, Law]]]:
-    """The smallest floor of each class at one site, by operator: a fused call is several."""
+    """The smallest tolerance of each class at one site, by operator: a fused call covers several."""
     found: dict[str, dict[str, tuple[float, Law]]] = {}
     for law, result in entry.results.items():
         operator = entry.site.operator

@@ -1,8 +1,8 @@
-"""The laws of whole sub-layers (an attention module, an MLP) and of the rotary angles that they are given.
+"""The laws of whole sub-layers (an attention module, an MLP) and of their rotary angles.
 
-They see what lies between operators, and are judged last: where an operator inside breaks a law of its own, what its
-sub-layer breaks is a consequence. Errors of several operators add up in them, so where a law seems broken the module is
-asked for its own answer to round-off: what it gives for an input that is moved by one rounding.
+They cover what lies between operators, and are judged last: if an operator inside breaks one of its own laws, the
+sub-layer's failure is a consequence. Errors of several operators add up in them, so if a law seems broken, the module's
+own sensitivity to round-off is measured: its output for an input that is perturbed by one rounding.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ Again = Callable[..., Tensor]
 
 
 def examine_attention(recorded: RecordedCall, rotary: Rotary, *, causal: bool) -> LawEvidence:
-    """Oddness, zero, one token repeated, causality and position shift of one attention module."""
+    """Test oddness, zero, one repeated token, causality and position shift of one attention module."""
     x, y = recorded.first_input, recorded.output_tensor
     if any(isinstance(recorded.kwargs.get(name), Tensor) for name in _CROSS):
-        return LawEvidence(skipped=["laws of cross attention: its keys come from elsewhere"])
+        return LawEvidence(skipped=["laws of cross attention: its keys come from another sequence"])
     if x is None or y is None or x.dim() != 3 or not x.is_floating_point() or x.shape[1] < 3:
-        shape = "its input has not the shape [batch, 3 tokens or more, width]"
+        shape = "its input does not have the shape [batch, at least 3 tokens, width]"
         return LawEvidence(skipped=[f"attention sub-layer laws: {shape}"])
     attending = _attending(recorded, x)
     if not bool(attending.any()):
@@ -83,7 +83,7 @@ def examine_attention(recorded: RecordedCall, rotary: Rotary, *, causal: bool) -
         found.add(exact(Law.ODDNESS, odd, -b, round_off=limit))
         found.add(exact(Law.ZERO, null, torch.zeros_like(null), scale=scale))
     if _adds_keys(recorded.callee):
-        found.skipped.append(f"{Law.REPEATED_TOKEN}: the module adds keys of its own, which take a share")
+        found.skipped.append(f"{Law.REPEATED_TOKEN}: the module adds its own keys, which receive part of the attention")
     else:
         found.add(_repeated_token(without_sinks, x, attending))
     if causal:
@@ -95,7 +95,7 @@ def examine_attention(recorded: RecordedCall, rotary: Rotary, *, causal: bool) -
 
 
 def _attending(recorded: RecordedCall, x: Tensor) -> Tensor:
-    """Tokens [B, T] that may attend to something: what padding gives, which may not, is anybody's guess."""
+    """Tokens [B, T] that may attend to something; the output of padding, which may not, is undefined."""
     attending = torch.ones(x.shape[:2], dtype=torch.bool)
     for value in (*recorded.args, *recorded.kwargs.values()):
         # [B, H, T, S], B and H perhaps 1
@@ -113,19 +113,19 @@ def _rows(t: Tensor, chosen: Tensor) -> Tensor:
 
 
 def _adds_keys(module: nn.Module) -> bool:
-    """Whether every token also attends to a key that is no token."""
+    """Whether every token also attends to a key that is not a token."""
     return getattr(module, "bias_k", None) is not None or bool(getattr(module, "add_zero_attn", False))
 
 
 def _closed_sinks(module: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
-    """Learned sinks, scores [H] of a key without a value, and numbers so low that they take no share."""
+    """Learned sinks, scores [H] of a key without a value, set so low that they receive no weight."""
     sinks = module._parameters.get("sinks")
     lowest = None if sinks is None else torch.full_like(sinks, torch.finfo(sinks.dtype).min, requires_grad=False)
     return [] if lowest is None else [(module, "sinks", lowest)]
 
 
 def _repeated_token(call: Again, x: Tensor, attending: Tensor) -> LawResult:
-    """Every token the same gives every output the same."""
+    """If every token is the same, so is every output."""
     one = probe(x, lambda t: t[:, 1:2].expand_as(t).contiguous())
     out = call(one)
     same, u = out.detach().cpu().double(), _unit(out.dtype)
@@ -140,7 +140,7 @@ def _repeated_token(call: Again, x: Tensor, attending: Tensor) -> LawResult:
 
 
 def _later_tokens(call: Again, x: Tensor, base: Tensor, attending: Tensor) -> LawResult:
-    """Later tokens changed leave earlier outputs alone."""
+    """Changing later tokens must not change earlier outputs."""
     late = x.shape[1] - x.shape[1] // 3
     changed = probe(x, lambda t: torch.cat([t[:, :late], -2 * t[:, late:].flip(-1)], 1))
     earlier = attending & (torch.arange(x.shape[1]) < late)
@@ -151,7 +151,7 @@ def _later_tokens(call: Again, x: Tensor, base: Tensor, attending: Tensor) -> La
 
 
 def _positions(call: Again, x: Tensor, base: Tensor, pair: Any, further: Any, last: int) -> LawResult:
-    """All positions moved on."""
+    """Shift all positions."""
     b = host_rows(base).double()
     u, scale = _unit(base.dtype), max(rms(b), TINY)
     error = rms(host_rows(call(x, position_embeddings=further)).double() - b)
@@ -165,7 +165,7 @@ def _positions(call: Again, x: Tensor, base: Tensor, pair: Any, further: Any, la
 
 
 def _unit(dtype: torch.dtype) -> float:
-    """The largest round-off in a module of this dtype: that of its numbers, or of operands that are shortened."""
+    """The largest round-off in a module of this dtype: that of its numbers, or of truncated operands."""
     return max(number_format(dtype).u, product_roundoff(dtype))
 
 
@@ -177,7 +177,7 @@ def _jitter(t: Tensor, size: float) -> Tensor:
 
 
 def examine_mlp(recorded: RecordedCall, parts: dict[str, Tensor]) -> LawEvidence:
-    """The MLP identity; `parts` are outputs of the linears inside, by their last name, from this same call."""
+    """Test the MLP identity; `parts` are the outputs of the linears inside, by last name, from this same call."""
 
     def skipped(why: str) -> LawEvidence:
         return LawEvidence(skipped=[f"{Law.MLP_IDENTITY}: {why}"])
@@ -186,10 +186,10 @@ def examine_mlp(recorded: RecordedCall, parts: dict[str, Tensor]) -> LawEvidence
     children = dict(recorded.callee.named_children())
     gate, up, down = _roles([name for name in children if name in parts], parts)
     if down is None or gate is None:
-        return skipped("an MLP of another form than down(act(gate) up) or down(act(up))")
+        return skipped("an MLP of a form other than down(act(gate) up) or down(act(up))")
     others = [child for name, child in children.items() if name not in parts and not isinstance(child, nn.Dropout)]
     if len(others) != 1 or not _odd_part_is_half(others[0]):
-        return skipped("the MLP's activation is not known to be one with a(z) - a(-z) = z")
+        return skipped("the MLP's activation is not known to satisfy a(z) - a(-z) = z")
     if biases(recorded.callee) or adds_residual(recorded):
         return skipped("the MLP adds biases or a residual")
     with host_arithmetic():
@@ -218,7 +218,7 @@ def examine_mlp(recorded: RecordedCall, parts: dict[str, Tensor]) -> LawEvidence
 
 
 def _odd_part_is_half(activation: nn.Module) -> bool:
-    """Whether a(z) - a(-z) = z: relu, and the formulas known, all z g(z) with g(z) + g(-z) = 1."""
+    """Whether a(z) - a(-z) = z: relu, and the known formulas, all z g(z) with g(z) + g(-z) = 1."""
     return isinstance(activation, nn.ReLU) or activation_formula(activation) is not None
 
 
@@ -241,7 +241,7 @@ def _roles(names: list[str], parts: dict[str, Tensor]) -> tuple[Tensor | None, T
 class Rotary:
     """The rotation from one position to another depends on their distance alone.
 
-    Keeps what the rotary modules of this forward gave, with the same angles 17 positions further on.
+    Stores what the rotary modules of this forward returned, with the same angles 17 positions further on.
     """
 
     def __init__(self) -> None:
@@ -254,13 +254,13 @@ class Rotary:
         return None if known is None or known[0] is not pair[0] else (known[1], known[2])
 
     def examine(self, recorded: RecordedCall) -> LawEvidence:
-        """The rotation from a position to one 17 further on is the same everywhere."""
+        """The rotation from a position to the one 17 further on is the same everywhere."""
         found = LawEvidence()
         given = [*recorded.args, *recorded.kwargs.values()]
         positions = next((t for t in given if isinstance(t, Tensor) and not t.is_floating_point()), None)
         like, pair = recorded.first_input, recorded.output
         if positions is None or like is None or not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            found.skipped.append(f"{Law.POSITION_SHIFT}: rotary angles that are not (cos, sin) of positions")
+            found.skipped.append(f"{Law.POSITION_SHIFT}: the rotary embedding is not (cos, sin) of positions")
             return found
 
         def call(x: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:

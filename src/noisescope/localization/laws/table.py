@@ -1,4 +1,4 @@
-"""The laws that healthy arithmetic obeys: what is done, what must follow, what each catches and can't see.
+"""The laws of healthy arithmetic: the transformation, the expected result, what each law detects and its blind spots.
 
 access  H  hooked inputs and outputs       C  the module is called with chosen inputs      W  its weights are read
 floor   "exact"        bit for bit: it follows from IEEE arithmetic whatever the order of summation
@@ -37,12 +37,12 @@ class Law(StrEnum):
 
     REPEAT = ("repeat", "C", REPEATABLE,
         "the same input again, after a call with another one (A, B, A)", "the same bits",
-        (*_ALL, "embedding", "model"), ("noise", "spike", "stale data"), "every fault that repeats itself")
+        (*_ALL, "embedding", "model"), ("noise", "spike", "stale data"), "every deterministic fault")
     ROW_ORDER = ("row order", "C", ROUND_OFF, "rows moved by one", "the same rows, moved",
-        (*_ALL, "embedding", "model"), ("stale data", "spike"), "faults alike in all slots")
+        (*_ALL, "embedding", "model"), ("stale data", "spike"), "faults that are the same in every row")
     BATCH_SIZE = ("batch size", "C", ROUND_OFF, "one row alone", "that row", ("linear", "norm"), ("unknown",),
         "faults common to all kernels")
-    CAUSALITY = ("causality", "C", ROUND_OFF, "later tokens changed, or cut off", "earlier outputs stay",
+    CAUSALITY = ("causality", "C", ROUND_OFF, "later tokens changed, or cut off", "earlier outputs unchanged",
         ("attention", "model"), ("stale data",), "arithmetic inside the mask")
     DECODE_EQUALS_PREFILL = ("decode = prefill", "C", ROUND_OFF,
         "the last token through the key-value cache", "the logits of the whole prompt", ("model",), ("stale data",),
@@ -73,7 +73,7 @@ class Law(StrEnum):
         "all positions + 17", "the same output; rotations between positions stay", ("attention", "rotary"),
         ("function table", "truncation"), "-")
     ACTIVATION_IDENTITY = ("activation identity", "C", ROUND_OFF,
-        "z and -z", "a(z) - a(-z) = z, a(0) = 0, a grows right of its minimum, is nowhere steeper than 1.13",
+        "z and -z", "a(z) - a(-z) = z, a(0) = 0, a increases to the right of its minimum, slope at most 1.13",
         ("activation",), ("function table", "gain", "saturation", "dead zone", "dead lane"),
         "a symmetric table within its steps")
     MLP_IDENTITY = ("MLP identity", "C", ROUND_OFF,
@@ -81,9 +81,9 @@ class Law(StrEnum):
         "faults of its linears")
     SCALE_BY_TWO = ("scaling by 2", "C", EXACT, "2 x", "twice the output", _LINEAR,
         ("dead zone", "saturation", "flush to zero", "bias", "spike"),
-        "linear faults, and those relative to the output's own size")
+        "linear faults, and faults relative to the output's own size")
     ADDITIVITY = ("additivity", "C", ROUND_OFF,
-        "x in two parts, 0.7 x and 0.3 x at random for each inner index", "they add up", _LINEAR,
+        "x in two parts, 0.7 x and 0.3 x at random for each inner index", "the outputs of the parts add up", _LINEAR,
         ("accumulation", "truncation", "saturation", "dead zone", "rounding mode", "spike", "bias"), "linear faults")
     WEIGHT_ROW_PERMUTATION = ("row permutation of W", "W", ROUND_OFF, "rows of W in another order",
         "outputs in that order", ("linear",), ("dead lane", "swapped channels"), "inner lanes, gain")
@@ -93,15 +93,15 @@ class Law(StrEnum):
         ("linear",), ("gain", "dead input lane", "swapped channels", "truncation", "block scale", "accumulation"),
         "single small elements")
     OUTPUT_STATISTICS = ("statistics of the output", "H", ROUND_OFF,
-        "-", "no constant bit, no dead channel, no gap round 0, no ties at the maximum", _LINEAR,
+        "-", "no constant bit, no dead channel, no gap around 0, no ties at the maximum", _LINEAR,
         ("stuck bit", "truncation", "dead lane", "saturation", "dead zone"), "smooth errors")
     SUM_OF_PARTS = ("sum of parts", "H", EXACT, "-", "a block's output is the sum of its parts", ("residual",),
         ("noise", "spike", "dead zone", "saturation", "bias", "gain", "stuck bit", "dead lane", "stale data"),
-        "the parts themselves; sums of tensors that no module gave")
+        "the parts themselves; sums of tensors that are not module outputs")
     ONE_GAIN_PER_CHANNEL = ("one gain per channel", "H", ROUND_OFF,
         "-", "a norm's output is its normalised input times one gain for each channel", ("norm",),
         ("noise", "spike", "dead zone", "saturation", "bias", "stuck bit", "stale data"),
-        "gain and dead lanes: they are taken for the norm's own gain")
+        "gain and dead lanes: they look like the norm's own gain")
     NAN_PASSES = ("NaN passes", "C", EXACT, "one NaN in a row, at up to 32 inner indices", "NaN in all of that row",
         ("linear", "norm", "activation"), ("nan to zero",), "finite numbers")
     STORED_NUMBERS = ("stored numbers", "W", ROUND_OFF, "-", "a norm's gains, the rows of an embedding's table",
@@ -119,8 +119,8 @@ NO_PROMISE: dict[Law, frozenset[str]] = {
 
 # Classes of a linear's faults that keep every law without weights, and what is reported about them.
 UNSEEN = {
-    "gain": "linear faults show only with weights=True",
-    "swapped channels": "linear faults show only with weights=True",
-    "dead input lane": "a lane of a unit up to 32 wide shows by a lost NaN, single inputs only with weights=True",
-    "block scale": "linear faults show only with weights=True",
+    "gain": "linear faults are detected only with weights=True",
+    "swapped channels": "linear faults are detected only with weights=True",
+    "dead input lane": "a lane of a unit up to 32 wide is detected by a lost NaN, single inputs only with weights=True",
+    "block scale": "linear faults are detected only with weights=True",
 }

@@ -1,7 +1,7 @@
-"""Laws of the whole model: does it repeat itself, do batch order, later tokens and the key-value cache leave it alone?
+"""Laws of the whole model: is it repeatable, and unaffected by batch order, later tokens and the key-value cache?
 
-Errors of all layers add up here, so the floor is the model's own answer to round-off: a forward in which the output of
-every operator is moved by one unit in the last place at random.
+Errors of all layers add up here, so the tolerance is the model's own response to round-off: a forward in which the
+output of every operator is moved randomly by one unit in the last place.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def run(model: nn.Module, batch: Mapping[str, Any], **changed: Any) -> Any:
 
 
 def answer(output: Any) -> Tensor:
-    """Logits, or whatever tensor comes first, on the host."""
+    """Logits, or the first tensor returned, on the host."""
     for name in ("logits", "last_hidden_state"):
         if isinstance(getattr(output, name, None), Tensor):
             return getattr(output, name).detach().cpu()  # type: ignore[no-any-return]
@@ -52,7 +52,7 @@ def answer(output: Any) -> Tensor:
 
 
 def is_causal(model: nn.Module) -> bool:
-    """A causal language model, by its class and its config."""
+    """Whether this is a causal language model, by its class and config."""
     config = getattr(model, "config", None)
     name = type(model).__name__
     return not getattr(config, "is_encoder_decoder", False) and ("ForCausalLM" in name or "LMHeadModel" in name)
@@ -60,7 +60,7 @@ def is_causal(model: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def block_outputs(model: nn.Module, anatomy: Anatomy, *, jitter: bool = False) -> Iterator[dict[int, Tensor]]:
-    """What the blocks give inside; with `jitter` outputs of operators are moved by one unit in the last place."""
+    """The blocks' outputs; with `jitter`, operator outputs are moved by one unit in the last place."""
     outputs: dict[int, Tensor] = {}
     generator = torch.Generator("cpu").manual_seed(_SEED)
 
@@ -98,7 +98,7 @@ def repeatability(first: Tensor, flipped: Tensor, again: Tensor) -> dict[Law, La
 
 @dataclass(frozen=True)
 class Nudged:
-    """What the model gives where every operator's output is moved by one unit in the last place."""
+    """The model's output when every operator's output is moved by one unit in the last place."""
 
     answer: Tensor
     blocks: dict[int, Tensor]
@@ -110,7 +110,7 @@ def nudge(model: nn.Module, anatomy: Anatomy, batch: Batch) -> Nudged:
 
 
 def beyond_round_off(first: Tensor, other: Tensor, nudged: Nudged) -> bool:
-    """Whether two answers differ by more than round-off makes of the model."""
+    """Whether two outputs differ by more than the model's response to round-off."""
     return _within(Law.REPEAT, other, first, nudged.answer).broken
 
 
@@ -124,7 +124,7 @@ def cache_laws(
 ) -> tuple[dict[Law, LawResult], Site | None]:
     """Causality and the cache: the prompt without its last token, then that token through the cache.
 
-    Gives the results and the first block that is off; `nudged` is asked only where something differs at all.
+    Returns the results and the first wrong block; `nudged` is used only if something differs.
     """
     ids = batch["input_ids"]
     late = ids.shape[1] - 1
@@ -154,7 +154,7 @@ def cache_laws(
 
 
 def _within(law: Law, got: Tensor, expected: Tensor, moved: Tensor) -> LawResult:
-    """Token by token, against the answer to round-off of the token that minds it most."""
+    """Token by token, against the round-off response of the most sensitive token."""
     got, expected, moved = got.double(), expected.double(), moved.double()
     error = (got - expected).square().mean(-1).sqrt()
     floor = _SAFETY * float((moved - expected).square().mean(-1).sqrt().amax().clamp_min(1e-30))
