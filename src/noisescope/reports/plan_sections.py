@@ -8,9 +8,18 @@ from collections.abc import Iterable
 from noisescope.findings.finding import counted
 from noisescope.plans.migration import Priority
 from noisescope.plans.precision_results import PlanRow, PrecisionPlan
+from noisescope.reports.analysis_sections import folded
 from noisescope.reports.document import Block, Cell, Paragraph, Section
 from noisescope.reports.report_file import DiagnosisReport
-from noisescope.reports.words import estimate, mean, metric_name, percent, run_metric, table, tone
+from noisescope.reports.words import (
+    estimate,
+    mean,
+    metric_name,
+    percent,
+    run_metric,
+    table,
+    tone,
+)
 from noisescope.sites import Place
 
 SUSPECTS = 10  # rows of the table of suspects
@@ -28,8 +37,7 @@ def migration(report: DiagnosisReport) -> Iterable[Section]:
     asked.append("MAPE is the mean absolute difference in per cent of the reference.")
     blocks: tuple[Block, ...] = (
         Paragraph(" ".join(asked), "On new hardware, validate these places first."),
-        table("migration", ("priority", "place", "precision", "why"), rows),
-        Paragraph("noisescope plan migration, with this report, prints the commands for both machines.", "Next:"),
+        folded(table("migration", ("priority", "place", "precision", "why"), rows, "Places by priority"), "row"),
         *(Paragraph(note) for note in plan.notes),
     )
     yield Section("migration", "Hardware migration plan", blocks)
@@ -58,7 +66,7 @@ def precision(report: DiagnosisReport) -> Iterable[Section]:
     blocks: list[Block] = [Paragraph(_planned(plan))]
     if plan.rows:
         head = ("plan", "bits per weight", "mean KL predicted", "mean KL measured", "typical KL measured", "accuracy")
-        blocks.append(table("precision", head, map(_plan_row, plan.rows)))
+        blocks.append(folded(table("precision", head, map(_plan_row, plan.rows), "Plans compared"), "plan"))
     drawn = plan.random
     # Neither without random plans nor where they round nothing.
     if plan.typical_kl is not None and drawn.median_typical_kl:
@@ -115,7 +123,8 @@ def check(report: DiagnosisReport) -> Iterable[Section]:
         f"good report ranks the windows (KL injected) as the fault does ({metric} lost)."
     )
     head = ("layers", "this report", "KL injected", f"{metric} before", f"{metric} with the fault", f"{metric} lost")
-    yield Section("check", "The findings put to the test", (Paragraph(explained), table("check", head, rows)))
+    blocks = (Paragraph(explained), folded(table("check", head, rows, "Windows with the fault"), "window"))
+    yield Section("check", "The findings put to the test", blocks)
 
 
 def locate(report: DiagnosisReport) -> Iterable[Section]:
@@ -136,7 +145,7 @@ def locate(report: DiagnosisReport) -> Iterable[Section]:
              Cell(f"{row.confidence:.2f}", row.confidence), row.evidence)
             for row in found.suspects[:SUSPECTS]
         )  # fmt: skip
-        blocks.append(table("suspects", head, rows, "Suspects, the likeliest first"))
+        blocks.append(folded(table("suspects", head, rows, "Suspects, the likeliest first"), "suspect"))
         blocks.append(Paragraph("An ulp is a unit in the last place of a number: the finest step that its format has."))
     if found.unseen:
         unseen = f"{counted(len(found.unseen), 'operator')}, such as {found.unseen[0]}."

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from noisescope.comparison.roundoff import Roundoff
 from noisescope.diagnosis.report import Robustness, RobustnessCurve, Run
 from noisescope.diagnosis.rows import Effect
-from noisescope.findings import Finding, Risk
+from noisescope.findings import Risk
 from noisescope.findings.finding import counted
 from noisescope.reports import analysis_sections as analysis
 from noisescope.reports import plan_sections as plans
-from noisescope.reports.document import Bar, Block, Bullets, Cell, Curve, Document, Paragraph, Section, Verdict
+from noisescope.reports.analysis_sections import folded
+from noisescope.reports.document import Bar, Block, Bullets, Cell, Curve, Details, Document, Paragraph, Section
+from noisescope.reports.first_screen import facts, in_pictures, run_facts, summary
+from noisescope.reports.next_steps import run_command
 from noisescope.reports.report_file import TITLE, DiagnosisReport
 from noisescope.reports.roundoff_sections import roundoff_sections
 from noisescope.reports.words import (
@@ -20,70 +24,51 @@ from noisescope.reports.words import (
     band_of,
     capitalised,
     estimate,
-    finding_span,
     metric_name,
     percent,
     run_metric,
     table,
-    tone,
 )
 
+SUMMARY = "noisescope summary"
+FIRST = 5  # recommendations that are not folded
 _HOW = {"score": "teacher-forced", "generate": "by generation", "custom": "by the caller's own metric"}
 
 
 def document_of(report: DiagnosisReport | Robustness | Roundoff) -> Document:
-    """The order a reader needs: verdict, what to do, the evidence, the method, the limits."""
+    """The order a reader needs: verdict, pictures, what to do, the evidence, the method, the limits."""
     if isinstance(report, Roundoff):
         sections = [*roundoff_sections(report), *limits(report.could_not_see)]
-        return Document(TITLE, tuple(facts(report.run, "round-off")), tuple(sections), report.run.finished)
+        return Document(TITLE, tuple(run_facts(report.run, "round-off")), tuple(sections), report.run.finished)
     if isinstance(report, Robustness):
         noise = f"levels {', '.join(f'{row.noise_level:g}' for row in report.robustness.levels)}"
-        sections = [robustness(report.robustness, run_metric(report.run))]
-    else:
-        noise = report.run.settings.perturbation
-        advice = (recommendations, plans.migration, plans.precision, plans.check, plans.locate)
-        evidence = (analysis.operators, analysis.layers, analysis.channels, analysis.formats, analysis.metrics)
-        last = (analysis.correlations, risk_scores, point_rules)
-        sections = [section for part in (summary, *advice, *evidence, *last) for section in part(report)]
-    diverging = isinstance(report, DiagnosisReport)
-    sections += [method(report.run, diverging=diverging), *limits(report.could_not_see)]
-    return Document(TITLE, tuple(facts(report.run, noise)), tuple(sections), report.run.finished)
+        sections = [robustness(report.robustness, run_metric(report.run)), method(report.run, diverging=False)]
+        sections += limits(report.could_not_see)
+        return Document(TITLE, tuple(run_facts(report.run, noise)), tuple(sections), report.run.finished)
+    first = (summary, in_pictures, recommendations)
+    advice = (plans.migration, plans.precision, plans.check, plans.locate)
+    evidence = (analysis.operators, analysis.layers, analysis.channels, analysis.formats, analysis.metrics)
+    last = (analysis.correlations, risk_scores, point_rules)
+    sections = [section for part in (*first, *advice, *evidence, *last) for section in part(report)]
+    sections += [method(report.run, diverging=True), *limits(report.could_not_see)]
+    return Document(TITLE, tuple(facts(report)), tuple(sections), report.run.finished, run_command(report))
 
 
-def facts(run: Run, noise: str) -> Iterable[tuple[str, str]]:
-    yield "Model", f"{run.model.source}: {run.model.architecture}, {run.model.blocks} blocks"
-    yield "Data", f"{run.data.source}, {run.data.samples} samples, {run.data.scored_tokens} scored tokens"
-    yield "Noise", f"{noise}, {counted(len(run.settings.seeds), 'seed')}"
-
-
-def summary(report: DiagnosisReport) -> Iterable[Section]:
-    found = report.executive_summary
-    level = Cell(found.overall_risk_level, tone=tone(found.overall_risk_level))
-    blocks: list[Block] = [Verdict(level, found.risk_meaning, ())]
-    if found.whole_model is not None:
-        blocks.append(finding_line(found.whole_model))
-    findings = tuple(map(finding_line, found.top_findings))
-    blocks.append(Bullets(findings, numbered=True) if findings else Paragraph("Nothing stands out."))
-    blocks.append(Paragraph(found.next_step, "Next step:"))
-    yield Section("summary", "Summary", tuple(blocks))
-    plain = found.in_plain_words
-    leads = {"What it means": plain.risk, "What to do": plain.work, "How to know that it worked": plain.success}
-    paragraphs = tuple(Paragraph(words, f"{lead}:") for lead, words in leads.items() if words)
-    if paragraphs:
-        yield Section("plain-words", "In plain words", paragraphs)
-
-
-def finding_line(finding: Finding) -> Paragraph:
-    """A finding with its interval and n, then what else is known of the same place."""
-    notes = "".join(f"; {note}" for note in finding.notes)
-    return Paragraph(f"{finding.statement}{finding_span(finding)}{notes}", f"[{finding.severity}] {finding.component}:")
+def summary_of(report: DiagnosisReport) -> Document:
+    """One page, for a pull request: the first screen of the report and nothing else."""
+    return Document(SUMMARY, tuple(facts(report)), tuple(summary(report)), report.run.finished, run_command(report))
 
 
 def recommendations(report: DiagnosisReport) -> Iterable[Section]:
     if report.recommendations:
         head = ("priority", "component", "issue", "action")
         rows = ((band(row.priority), row.component, row.issue, row.action) for row in report.recommendations)
-        yield Section("recommendations", "Recommendations", (table("recommendations", head, rows),))
+        found = table("recommendations", head, rows)
+        first: list[Block] = [replace(found, rows=found.rows[:FIRST])]
+        if len(found.rows) > FIRST:
+            more = replace(found, key="more-recommendations", rows=found.rows[FIRST:])
+            first.append(Details(f"{counted(len(more.rows), 'more recommendation')}", (more,)))
+        yield Section("recommendations", "Recommendations", tuple(first))
 
 
 def robustness(found: RobustnessCurve, name: str) -> Section:
@@ -105,7 +90,7 @@ def robustness(found: RobustnessCurve, name: str) -> Section:
     head = ("noise level", metric, f"retention (share of the clean {metric})", "band of the loss")
     blocks: tuple[Block, ...] = (
         Curve("robustness-curve", f"{capitalised(metric)} under noise", "noise level", metric, points),
-        table("robustness", head, rows),
+        folded(table("robustness", head, rows, "Noise levels"), "level"),
     )
     return Section("robustness", f"Robustness (noise on {', '.join(found.operators)})", blocks)
 
@@ -173,7 +158,7 @@ def risk_scores(report: DiagnosisReport) -> Iterable[Section]:
         "few samples to detect a loss that matters it is not measurable, whatever the scores say. The dashboard score "
         "looks at the point value of the loss under noise in all products alone."
     )
-    scores = table("risk-scores", ("score", "points", "level", "made of"), rows)
+    scores = folded(table("risk-scores", ("score", "points", "level", "made of"), rows, "Scores"), "score")
     yield Section("risk-scores", "Risk scores", (Paragraph(explained), scores))
 
 
@@ -198,7 +183,8 @@ def point_rules(report: DiagnosisReport) -> Iterable[Section]:
     blocks: list[Block] = [Paragraph(explained)]
     if rows:
         head = ("row", f"{metric} lost", "band by point value", "sensitivity score", "score band by point value")
-        blocks.append(table("point-rules", head, (_labels(name, row) for name, row in rows)))
+        labels = table("point-rules", head, (_labels(name, row) for name, row in rows), "Labels by point values")
+        blocks.append(folded(labels, "row"))
     if points:
         head = ("layers", f"{metric} lost", "severity", "neighbours", "layers in common")
         body = (
@@ -211,7 +197,8 @@ def point_rules(report: DiagnosisReport) -> Iterable[Section]:
             )
             for point in points
         )
-        blocks.append(table("point-rule-avalanches", head, body, "Avalanche points by point values"))
+        avalanches = table("point-rule-avalanches", head, body, "Avalanche points by point values")
+        blocks.append(folded(avalanches, "window"))
     yield Section("point-rules", "Point rules of the original method notes", tuple(blocks))
 
 

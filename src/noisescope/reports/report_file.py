@@ -26,7 +26,8 @@ from noisescope.jsonform import Json, from_json, schema_of, to_json
 from noisescope.plain_text import LONG, cut, one_line
 from noisescope.plans.migration import MigrationPlan
 from noisescope.plans.precision_results import PrecisionPlan
-from noisescope.reports.document import Document, to_markdown
+from noisescope.reports.document import Document
+from noisescope.reports.markdown import to_markdown
 from noisescope.sites import NamedPlace
 
 V = TypeVar("V")
