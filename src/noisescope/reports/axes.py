@@ -117,9 +117,7 @@ Sign: TypeAlias = Callable[[float, float], Sequence[Mark]]
 def legend_of(tones: Iterable[str], extra: Sequence[tuple[str, Sign]]) -> list[Mark]:
     """Swatches of the tones in use and other signs, in lines from the top left, each with its words."""
     shown = set(tones)
-    entries: list[tuple[str, Sign]] = [
-        (tone, lambda x, y, tone=tone: [Rect(x, y - 9, 10, 10, tone)]) for tone in TONES if tone and tone in shown
-    ]
+    entries = [(tone, _swatch(tone)) for tone in TONES if tone and tone in shown]
     marks: list[Mark] = []
     x, y = LEFT, TOP + 10
     for words, sign in (*entries, *extra):
@@ -129,6 +127,10 @@ def legend_of(tones: Iterable[str], extra: Sequence[tuple[str, Sign]]) -> list[M
         marks += [*sign(x, y), Text(x + 17, y, short(words, 90), size=11)]
         x += width + 16
     return marks
+
+
+def _swatch(tone: str) -> Sign:
+    return lambda x, y: [Rect(x, y - 9, 10, 10, tone)]
 
 
 def interval_sign(x: float, y: float) -> list[Mark]:
@@ -196,5 +198,5 @@ def bar_shape(
         summit = min(y, y if high is None else axis.place(high))
     if flag is not None:
         marks.append(Line(((x, flag - 8), (x, max(summit - 3, flag))), "muted", dashed=True))
-        marks.append(Text(x + 5, flag, bar.mark, colour="text", size=11, bold=not bar.undecided))
+        marks.append(Text(x + 5, flag, short(bar.mark, 40), colour="text", size=11, bold=not bar.undecided))
     return Shape(tuple(marks), tip_of(bar), bar.cell.value)

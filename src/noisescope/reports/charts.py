@@ -103,7 +103,9 @@ def _chart(chart: Chart) -> Drawing:
     extra = [("95 % interval", interval_sign)] if has_interval(bars) else []
     legend = legend_of((bar.cell.tone for bar in bars if known(bar.cell.value) is not None), extra)
     unit = Text(LEFT, foot_of(legend) + 10, short(chart.unit, 80), size=11)
-    flags = [(i, centres[i], centres[i] + 8 + text_width(bar.mark, 11)) for i, bar in enumerate(bars) if bar.mark]
+    flags = [
+        (i, centres[i], centres[i] + 8 + text_width(short(bar.mark, 40), 11)) for i, bar in enumerate(bars) if bar.mark
+    ]
     lanes = lanes_of([(start, end) for _, start, end in flags])
     top = unit.y + 10 + LANE * (1 + max(lanes, default=-1))
     bottom = top + HEIGHT

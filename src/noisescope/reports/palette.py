@@ -59,8 +59,8 @@ def _ramp(stops: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(mix(stops[i], stops[i + 1], place - i) for i, place in zip(firsts, places, strict=True))
 
 
-HEAT = tuple(zip(*map(_ramp, _RAMP), strict=True))  # (light, dark) of each step, the least first
-COLOURS = {
+HEAT = tuple(zip(_ramp(_RAMP[0]), _ramp(_RAMP[1]), strict=True))  # (light, dark) of each step, the least first
+COLOURS: dict[str, tuple[str, str]] = {
     **ROLES,
     **{f"heat-{step}": pair for step, pair in enumerate(HEAT)},
     **{f"heat-ink-{step}": (ink_on(light), ink_on(dark)) for step, (light, dark) in enumerate(HEAT)},
