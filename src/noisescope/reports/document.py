@@ -6,7 +6,7 @@ Every number is rounded and put into words once, when a cell is made, so that no
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 TONES = ("critical", "high", "moderate", "low", "unsure", "")  # how alarming a cell is: colour, never colour alone
@@ -247,6 +247,10 @@ class Document:
     sections: tuple[Section, ...]
     finished: str = ""
     command: str = ""
+
+    def summary(self) -> Document:
+        """One page, for a pull request: the first section and nothing else."""
+        return replace(self, title=f"{self.title}: summary", sections=self.sections[:1])
 
     def blocks(self) -> Iterator[Block]:
         """Every block, those inside others too."""

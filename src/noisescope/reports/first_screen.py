@@ -128,12 +128,12 @@ def _certain(report: DiagnosisReport) -> Iterator[str]:
 
 
 def _limits(report: DiagnosisReport) -> Panel:
-    """The last ones are of the method; the first may be many, and all stand in their own section."""
+    """The last ones say what the run could not detect; the first may be many, and all stand in their own section."""
     limits = report.could_not_see
     left = len(limits) - MOST_LIMITS
     shown = [_sentence(limit) for limit in (limits if left <= 0 else limits[-MOST_LIMITS:])]
     if left > 0:
-        shown.append(f"{counted(left, 'more limit')} at the end of this report.")
+        shown.append(f"{counted(left, 'more limit')} in the whole report.")
     return Panel("What was not covered", (Bullets(tuple(map(Paragraph, shown))),) if shown else ())
 
 

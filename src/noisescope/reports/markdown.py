@@ -46,7 +46,8 @@ def _block(block: Block) -> Iterable[str]:
     if isinstance(block, Verdict):
         word = markdown(f"{block.name}: {block.level.text}")
         yield f"**{word}**" + (f" - {markdown(block.meaning)}" if block.meaning else "")
-        yield from ["", *(f"- {markdown(why, starts_line=True)}" for why in block.reasons)] if block.reasons else []
+        mark = "- " if len(block.reasons) > 1 else ""
+        yield from ["", *(f"{mark}{markdown(why, starts_line=True)}" for why in block.reasons)] if block.reasons else []
     elif isinstance(block, Paragraph):
         yield _paragraph(block)
     elif isinstance(block, Bullets):
@@ -94,10 +95,11 @@ def _text_map(heat: HeatMap) -> Iterable[str]:
     names = [one_line(name)[:16].replace("`", "'") for name in heat.columns]
     width, places = max(6, *map(len, names)), range(len(heat.rows))
     tens = "".join(str(place // 10) if place % 10 == 0 else " " for place in places)
-    yield from ["```", f"{'layer':<{width}} {tens}", f"{'':<{width}} {''.join(str(place % 10) for place in places)}"]
+    yield from ["```", f"{'layer':<{width}} {tens.rstrip()}"]
+    yield f"{'':<{width}} {''.join(str(place % 10) for place in places)}"
     for at, name in enumerate(names):
         yield f"{name:<{width}} {''.join(shade(row[at]) for row in heat.cells)}".rstrip()
-    scale = f"{heat.title}: {min(values):.2g} to {max(values):.2g} {heat.unit}, log scale; · marks no such site"
+    scale = f"{heat.title}, {min(values):.2g} to {max(values):.2g} {heat.unit} (log scale); · marks no such site."
     yield from ["```", "", markdown(scale, starts_line=True)]
 
 

@@ -30,7 +30,6 @@ from noisescope.reports.words import (
     table,
 )
 
-SUMMARY = "noisescope summary"
 FIRST = 5  # recommendations that are not folded
 _HOW = {"score": "teacher-forced", "generate": "by generation", "custom": "by the caller's own metric"}
 
@@ -52,11 +51,6 @@ def document_of(report: DiagnosisReport | Robustness | Roundoff) -> Document:
     sections = [section for part in (*first, *advice, *evidence, *last) for section in part(report)]
     sections += [method(report.run, diverging=True), *limits(report.could_not_see)]
     return Document(TITLE, tuple(facts(report)), tuple(sections), report.run.finished, run_command(report))
-
-
-def summary_of(report: DiagnosisReport) -> Document:
-    """One page, for a pull request: the first screen of the report and nothing else."""
-    return Document(SUMMARY, tuple(facts(report)), tuple(summary(report)), report.run.finished, run_command(report))
 
 
 def recommendations(report: DiagnosisReport) -> Iterable[Section]:
