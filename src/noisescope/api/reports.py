@@ -36,6 +36,7 @@ from noisescope.reports import run_changes as run_changes
 from noisescope.reports import words as words
 from noisescope.reports.document import Document
 from noisescope.reports.experiment import PhasesReport
+from noisescope.reports.markdown import to_markdown
 from noisescope.reports.report_file import SUMMARY_FORMATS, SavedReport, drawn, read_report
 from noisescope.reports.report_file import Report as Report
 from noisescope.reports.report_file import schema as schema
@@ -96,7 +97,7 @@ def append_step_summary(report: SavedReport[Any]) -> Path:
         )
     try:
         with Path(name).open("a", encoding="utf-8") as file:
-            file.write(drawn(report.document().summary(), "md") + "\n")
+            file.write(to_markdown(report.document().summary()) + "\n")
     except OSError as error:
         raise InvalidInput(f"can't append to {name} (GITHUB_STEP_SUMMARY): {error.strerror or error}") from error
     return Path(name)

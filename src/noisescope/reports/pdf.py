@@ -213,15 +213,24 @@ class _Paper(FPDF):  # type: ignore[misc]
         if isinstance(block, Command):
             self.command(block)
         elif isinstance(block, Details):
-            self.caption(block.title, 24)
-            for inner in block.blocks:
-                self.block(inner)
+            self.unfolded(block)
         elif isinstance(block, Columns):
             for panel in block.panels:
                 if panel.title:
                     self.caption(panel.title, 12)
                 for inner in panel.blocks:
                     self.block(inner)
+
+    def unfolded(self, block: Details) -> None:
+        """Its title as the caption of its table, or above its blocks."""
+        first, *others = block.blocks or (Paragraph(""),)
+        if isinstance(first, Table):
+            self.table(replace(first, caption=block.title))
+        else:
+            self.caption(block.title, 24)
+            self.block(first)
+        for inner in others:
+            self.block(inner)
 
     def command(self, block: Command) -> None:
         """On a grey ground, in letters of one width; a long one goes on in the next line."""
