@@ -82,7 +82,7 @@ def test_the_check_counts_as_evidence(made: DiagnosisReport) -> None:
     bars = pictures(checked)["check-chart"]
     assert isinstance(bars, Chart)
     marks = [(bar.label, bar.mark) for bar in bars.bars]
-    assert marks == [("0 to 1", "the report warns here"), ("2 to 3", "least, says the report")]
+    assert marks == [("0 to 1", "the report warns here"), ("2 to 3", "least, according to the report")]
 
 
 # -- next steps

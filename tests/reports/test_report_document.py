@@ -126,7 +126,7 @@ def test_the_risk_comes_first_and_its_raw_scores_last(drawn: Document) -> None:
     assert isinstance(verdict, Verdict)
     assert (verdict.level.text, verdict.meaning) == ("HIGH", "validate much of it on the hardware")
     assert verdict.reasons == ("It is fragile.",) and verdict.level.tone == "high"
-    assert row(drawn, "risk-scores", "report score (what the diagnosis found)")["points"] == "55"
+    assert row(drawn, "risk-scores", "report score (from the findings)")["points"] == "55"
     keys = [section.key for section in drawn.sections]
     assert keys.index("risk-scores") > keys.index("correlations")
 
@@ -152,7 +152,7 @@ def test_a_finding_that_was_picked_says_which_end_is_corrected(made: DiagnosisRe
 
 def test_predictions_that_findings_scale_say_by_how_much(made: DiagnosisReport, drawn: Document) -> None:
     """A finding ranks predicted rows on the scale of injected ones: the factor stands beside the table."""
-    assert "by their typical KL times 2, the median ratio of injected to predicted" in paragraphs(drawn, "layers")
+    assert "they multiply a predicted KL by 2, the median ratio of injected to predicted" in paragraphs(drawn, "layers")
     heat = next(block for block in drawn.blocks() if isinstance(block, HeatMap))
     assert [[cell and cell.text for cell in line] for line in heat.cells] == [["0.011*", None], [None, "0.0014"]]
     assert made.layer_analysis is not None

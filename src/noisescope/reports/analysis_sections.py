@@ -87,8 +87,8 @@ def layer_sections(section: LayerAnalysis, metric: str) -> Iterable[Section]:
     ]
     if section.prediction_scale != 1:
         scaled = (
-            f"Findings and the map rank rows that were only predicted by their typical KL times "
-            f"{number(section.prediction_scale)}, the median ratio of injected to predicted over the rows that have "
+            "Findings and the map put predictions on the scale of injections: they multiply a predicted KL by "
+            f"{number(section.prediction_scale)}, the median ratio of injected to predicted KL over the rows that have "
             "both."
         )
         blocks.append(Paragraph(scaled))
@@ -97,7 +97,7 @@ def layer_sections(section: LayerAnalysis, metric: str) -> Iterable[Section]:
 
 def _avalanches(section: LayerAnalysis, metric: str) -> Iterable[Block]:
     if not any(row.injected for row in section.windows):
-        yield Paragraph("Avalanche points and compounding errors were not looked for: no noise was injected.")
+        yield Paragraph("No noise was injected, so avalanche points and compounding errors were not searched for.")
         return
     if section.avalanche_points:
         head = ("layers", "state", "severity", f"{metric} lost", "over the costlier neighbour", "layers in common")
@@ -105,12 +105,12 @@ def _avalanches(section: LayerAnalysis, metric: str) -> Iterable[Block]:
         yield folded(found, "window")
     else:
         yield Paragraph("none", "Avalanche points:")
-    yield Paragraph(", ".join(section.compounding) or "no window", "Errors compound significantly in:")
+    yield Paragraph(", ".join(section.compounding) or "none", "Windows in which errors compound significantly:")
     yield Paragraph(
-        f"An avalanche point is a window that costs more than {100 * LIMITS['avalanche_degradation']:g} % of the "
-        f"{metric}, and more than {LIMITS['avalanche_neighbour_factor']:g} times what the windows beside it cost; it "
-        "is borderline where its point values pass these limits and the intervals do not. The interaction index is the "
-        "KL of a window over the sum of the KL of its layers: significantly above 1, errors compound."
+        f"An avalanche point is a window in which noise costs more than {100 * LIMITS['avalanche_degradation']:g} % of "
+        f"the {metric} and more than {LIMITS['avalanche_neighbour_factor']:g} times as much as in its neighbours. It "
+        "is borderline if only the point estimates exceed these limits, not the intervals. The interaction index is "
+        "the KL of a window divided by the sum of the KLs of its layers; errors compound where it is significantly above 1."
     )
 
 
@@ -158,10 +158,10 @@ def channels(report: DiagnosisReport) -> Iterable[Section]:
             Paragraph(
                 f"{found.total_outlier_channels} outlier channels of {found.total_channels} "
                 f"({found.outlier_percentage:.2g} %) in {counted(found.layers_with_outliers, 'module')}; "
-                f"n = {section.n} samples. "
-                f"The largest value of an outlier is more than {section.threshold:g} times that of the median channel "
-                "(by max). Other rules: the mean in place of the largest; a 99th percentile above 5 times the "
-                "channel's own median (q99/q50); the 5 % whose noise costs most (Fisher)."
+                f"n = {section.n} samples. A channel is an outlier if its largest value exceeds "
+                f"{section.threshold:g} times that of the median channel (by max). The other columns count outliers by "
+                "other rules: by the mean instead of the maximum; by a 99th percentile above 5 times the channel's own "
+                "median (q99/q50); and the 5 % of channels in which noise costs most (Fisher)."
             )
         )
         worst = sorted(section.per_layer.items(), key=lambda pair: -pair[1].max_ratio)[:WORST]
@@ -175,7 +175,7 @@ def channels(report: DiagnosisReport) -> Iterable[Section]:
             (row.module, row.channel, row.predicted_nats, row.kl and row.kl.mean, row.evidence)
             for row in section.costliest[:WORST]
         )
-        blocks.append(folded(table("costliest", columns, costs, "Channels whose noise costs most"), "channel"))
+        blocks.append(folded(table("costliest", columns, costs, "Channels in which noise costs most"), "channel"))
     yield Section("channels", "Channels", tuple(blocks))
 
 
@@ -195,9 +195,9 @@ def formats(report: DiagnosisReport) -> Iterable[Section]:
         return
     rows = ((name, row.bits, row.effective_bits, row.predicted_kl) for name, row in section.uniform.items())
     explained = (
-        "Predicted from the rounding error of each weight, and added up over the linears of all blocks, in nats per "
-        "token. Trust the order; the size is only rough. `noisescope plan precision` mixes formats and measures the "
-        "result."
+        "The KL that one format for all weights would cost, in nats per token: predicted from the rounding error of "
+        "each weight and summed over the linears of all blocks. The order is reliable, the size only approximate. "
+        "`noisescope plan precision` mixes formats and measures the result."
     )
     head = ("format of every linear", "bits per weight", "with scales", "mean KL predicted")
     blocks = (Paragraph(explained), folded(table("formats", head, rows, "Uniform formats"), "format"))
@@ -265,8 +265,8 @@ def correlations(report: DiagnosisReport) -> Iterable[Section]:
         rows.append((_PAIRS.get(name, name), row.correlation, *expected, row.without_one, row.correlation.n))
     head = ("pair", "r", "expected", "held", "r without the most influential layer", "n")
     explained = (
-        "An expectation held where the whole interval clears its limit, did not hold where the whole interval misses "
-        "it, and is undecided otherwise. It is carried by one layer where leaving out that layer changes the answer."
+        "An expectation held if the whole interval meets its limit, failed if the whole interval misses it, and is "
+        "undecided otherwise. A result is carried by one layer if leaving out that layer changes it."
     )
     correlated = folded(table("correlations", head, rows, "Correlations"), "pair")
     yield Section("correlations", "Correlations", (Paragraph(explained), correlated))

@@ -39,7 +39,7 @@ _LEGEND = (
 ULP = (
     "ulp: unit in the last place, the spacing of numbers in the output's dtype (relative to the number about 1e-7 in "
     "float32, 0.001 in float16, 0.008 in bfloat16). element: one wrong number; mean: a shift of all numbers of an "
-    "output; gain: a relative change of all of them. Smaller faults could not be seen"
+    "output; gain: a relative change of all of them. Smaller faults could not be detected"
 )
 RMS = "sizes by relations are relative to the rms of an output; any: a single bit shows"
 

@@ -25,7 +25,7 @@ from noisescope.reports.words import (
     span,
 )
 
-STAR = "injected; all others are predicted by the Fisher screen, on the scale of injected cells"
+STAR = "injected; all others are predicted by the Fisher screen, scaled to match injections"
 MOST_POINTS = 60  # of a curve
 
 
@@ -118,14 +118,14 @@ def _heat(row: CellEffect) -> Cell:
 def _hover(row: CellEffect, metric: str) -> str:
     known = row.divergence
     if known is None:
-        return row.error or "not known"
-    parts = [f"{row.evidence} KL {divergence(known).text or 'not known'}"]
+        return row.error or "unknown"
+    parts = [f"{row.evidence} KL {divergence(known).text or 'unknown'}"]
     if row.injected and row.predicted_kl is not None:
         parts.append(f"predicted {divergence(row.predicted_kl).text}")
     if row.degradation is not None and row.degradation.value is not None:
         parts.append(f"{metric} lost {loss_cell(row).text}")
     if row.nonlinear:
-        parts.append("injection and prediction diverge: not linear here")
+        parts.append("injected and predicted KL differ: the response is not linear here")
     return "; ".join([*parts, f"n = {known.typical.n}"])
 
 
@@ -188,7 +188,7 @@ def check_chart(report: DiagnosisReport) -> Iterable[Chart]:
     section = report.check
     if section is None:
         return
-    marks = {"warned": "the report warns here", "least": "least, says the report", "between": ""}
+    marks = {"warned": "the report warns here", "least": "least, according to the report", "between": ""}
     known = [(row, row.degradation) for row in section.windows if row.degradation is not None]
     bars = tuple(
         Bar(

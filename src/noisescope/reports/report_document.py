@@ -94,24 +94,24 @@ def method(run: Run, *, diverging: bool) -> Section:
     cost = run.cost
     versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
     losses = (
-        "Intervals are 95 %, paired on samples, with the same noise draws at every scale and in every window. Those of "
-        "losses hold for all rows of a table together, so that any row may be picked; the largest is also given "
-        "corrected for selection, by its size on other samples than it was picked on, which is the size that its "
-        "finding states; only the lower end of its interval is corrected, since picking the largest can only inflate. "
-        "Bands, avalanche points and findings are decided by these intervals; a row whose interval "
-        "reaches from one band into another is borderline. p values of rows that are looked at together are corrected "
-        f"(Holm). The sensitivity score is the {metric_name(run_metric(run))} lost over the scale of the noise."
+        "Intervals are 95 % and paired by sample; every scale and every window gets the same noise draws. The "
+        "intervals of losses hold simultaneously for all rows of a table, so any row may be singled out. The largest "
+        "loss is also given corrected for selection: measured on samples that were not used to select it, as its "
+        "finding states it. Selection can only inflate the largest loss, so only the lower end of its interval is "
+        "corrected. Intervals decide bands, avalanche points and findings; a row whose interval spans two bands is "
+        "borderline. p values are corrected for the number of rows in their table (Holm). The sensitivity score is the "
+        f"{metric_name(run_metric(run))} lost, divided by the scale of the noise."
     )
     divergence = (
-        "KL is the divergence of the noisy output from the clean one, in nats per token. The first number is that of a "
-        "typical sample, the geometric mean of the middle three fifths: it ranks the rows, and no tail moves it. The "
-        "mean is the average over samples, which a few of them can decide: where the tail allows no upper end, only "
-        f"'at least' is given, a bound that holds for any data. Below {run.kl_floor:.0e} a KL can't be distinguished "
-        "from 0. In a row marked nonlinear, injection and prediction differ significantly by more than a factor of "
-        "two: trust the injection."
+        "KL is the divergence of the noisy output from the clean one, in nats per token. The first number is typical: "
+        "the geometric mean of the middle three fifths of the samples. It ranks the rows and ignores the tails. The "
+        "mean is taken over all samples, and a few of them can dominate it. Where the tail allows no upper bound, the "
+        f"report says 'at least' and gives the lower bound. A KL below {run.kl_floor:.0e} is indistinguishable from 0. "
+        "In a row marked nonlinear, injected and predicted KL differ significantly, by more than a factor of two: "
+        "trust the injected one."
     )
     spent = (
-        f"{cost.trials} trials; this run took {cost.forwards:.1f} forwards of the test data and {cost.seconds:.0f} s; "
+        f"{cost.trials} trials; this run took {cost.forwards:.1f} passes over the test data and {cost.seconds:.0f} s; "
         f"{run.device}, {run.conditions.dtype}; seeds {', '.join(map(str, run.settings.seeds))}. {versions}. "
         f"{run.finished}."
     )
@@ -126,8 +126,8 @@ def _asked(run: Run) -> str:
     how = _HOW.get(data.measure, data.measure)
     return (
         f"Effort {settings.effort}; levels {', '.join(settings.levels)}; windows of {settings.window} layers, "
-        f"step {settings.step}; metric {metric_name(run_metric(run))}, {how}; n = {data.samples} samples in every row "
-        "that does not say otherwise."
+        f"step {settings.step}; metric {metric_name(run_metric(run))}, {how}; n = {data.samples} samples unless a row "
+        "says otherwise."
     )
 
 
@@ -144,22 +144,23 @@ def risk_scores(report: DiagnosisReport) -> Iterable[Section]:
     """Both scores with their terms: they answer different questions and may differ."""
     found = report.executive_summary
     rows = (
-        _risk("report score (what the diagnosis found)", found.report_risk),
-        _risk("dashboard score (the metrics)", found.dashboard_risk),
+        _risk("report score (from the findings)", found.report_risk),
+        _risk("dashboard score (from the metrics)", found.dashboard_risk),
     )
     explained = (
-        "The risk of this report is the higher of the report score's level and its worst significant finding; with too "
-        "few samples to detect a loss that matters it is not measurable, whatever the scores say. The dashboard score "
-        "looks at the point value of the loss under noise in all products alone."
+        "The overall risk is the higher of two levels: that of the report score and that of the worst significant "
+        "finding. Where there are too few samples to detect a loss that matters, the risk is not measurable, whatever "
+        "the scores say. The dashboard score uses only the point estimate of the loss under noise in all matrix "
+        "products."
     )
-    scores = folded(table("risk-scores", ("score", "points", "level", "made of"), rows, "Scores"), "score")
+    scores = folded(table("risk-scores", ("score", "points", "level", "terms"), rows, "Scores"), "score")
     yield Section("risk-scores", "Risk scores", (Paragraph(explained), scores))
 
 
 def _risk(name: str, risk: Risk) -> tuple[object, ...]:
     terms = [term.reason if term.points is None else f"{term.reason} (+{term.points:g})" for term in risk.terms]
     points = Cell(f"{risk.score:g}", risk.score)
-    return name, points, band(risk.level), ", ".join(terms) or "nothing counted"
+    return name, points, band(risk.level), ", ".join(terms) or "none"
 
 
 def point_rules(report: DiagnosisReport) -> Iterable[Section]:
@@ -170,9 +171,9 @@ def point_rules(report: DiagnosisReport) -> Iterable[Section]:
         return
     metric = metric_name(run_metric(report.run))
     explained = (
-        "The original method notes label a row by its point value alone. These labels are given for comparison with "
-        "their rules; they ignore the intervals, so a label here may differ from the band of the same row above, "
-        "which is the one that counts."
+        "The original method notes label a row by its point value alone. These labels are listed for comparison. They "
+        "ignore the intervals, so a label may differ from the band of the same row above; the band is the one that "
+        "counts."
     )
     blocks: list[Block] = [Paragraph(explained)]
     if rows:
