@@ -110,7 +110,8 @@ def _avalanches(section: LayerAnalysis, metric: str) -> Iterable[Block]:
         f"An avalanche point is a window in which noise costs more than {100 * LIMITS['avalanche_degradation']:g} % of "
         f"the {metric} and more than {LIMITS['avalanche_neighbour_factor']:g} times as much as in its neighbours. It "
         "is borderline if only the point estimates exceed these limits, not the intervals. The interaction index is "
-        "the KL of a window divided by the sum of the KLs of its layers; errors compound where it is significantly above 1."
+        "the KL of a window divided by the sum of the KLs of its layers; errors compound where it is significantly "
+        "above 1."
     )
 
 
