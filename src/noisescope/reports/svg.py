@@ -19,7 +19,7 @@ def inline_svg(drawing: Drawing) -> Markup:
     size = f'width="{_n(drawing.width)}" height="{_n(drawing.height)}"'
     view = f'viewBox="0 0 {_n(drawing.width)} {_n(drawing.height)}"'
     body = "\n".join(_item(item) for item in drawing.items)
-    least = f'style="min-width:{_n(min(drawing.width, NARROWEST))}px"'
+    least = f'style="min-width:{_n(min(0.8 * drawing.width, NARROWEST))}px"'
     return Markup(f'<svg {size} {view} {least} role="group" aria-label="{_words(drawing.label)}">\n{body}\n</svg>')
 
 
