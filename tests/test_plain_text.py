@@ -27,10 +27,10 @@ from noisescope.reports.document import (
     Section,
     Table,
     Verdict,
-    to_markdown,
 )
 from noisescope.reports.html import to_html
 from noisescope.reports.junit import Case, to_junit
+from noisescope.reports.markdown import to_markdown
 
 CLI = Path(__file__).parents[1] / "src" / "noisescope" / "cli"
 EVIL = "\x1b[31m\u202e\u2066\u200b\x00\x9b **b** _i_ `c` [x](javascript:y) ![i](http://e) <img src=x> | # h\n- l\n\n# T"

@@ -137,7 +137,7 @@ def test_all_forms_say_the_same(verdict: Verdict) -> None:
 def test_markdown_has_the_picture_in_signs() -> None:
     text = as_text(FAULTY, ".md")
     assert "| block 1 | 🟥 tile | 🟥 gain | 🟨 1 of 2 |  |  |" in text
-    assert "🟩 judged, no fault, 🟥 suspect, 🟨 judged in part, ⬜ not judged" in text
+    assert "🟦 judged, no fault, 🟥 suspect, 🟨 judged in part, ⬜ not judged" in text
     assert "**Verdict: faulty**" in text
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from noisescope.diagnosis.report import Robustness
 from noisescope.diagnosis.rows import Divergence, Effect, Interaction
-from noisescope.reports.document import Bullets, Chart, Document, HeatMap, Paragraph, Table, Verdict
+from noisescope.reports.document import Bullets, Chart, Document, HeatMap, Paragraph, Table, Verdict, every_block
 from noisescope.reports.report_file import DiagnosisReport, Report
 from noisescope.reports.words import band_between, band_of, divergence, estimate, finding_lines, metric_name
 from noisescope.stats import Estimate, select_largest
@@ -21,8 +21,7 @@ def drawn(made: DiagnosisReport) -> Document:
 
 
 def table(document: Document, key: str) -> Table:
-    blocks = (block for section in document.sections for block in section.blocks)
-    return next(block for block in blocks if isinstance(block, Table) and block.key == key)
+    return next(block for block in document.blocks() if isinstance(block, Table) and block.key == key)
 
 
 def row(document: Document, key: str, first: str) -> dict[str, str]:
@@ -33,10 +32,10 @@ def row(document: Document, key: str, first: str) -> dict[str, str]:
 
 
 def paragraphs(document: Document, section: str) -> str:
-    blocks = next(found.blocks for found in document.sections if found.key == section)
+    blocks = list(every_block(next(found.blocks for found in document.sections if found.key == section)))
     lines = [block for block in blocks if isinstance(block, Paragraph)]
     lines += [item for block in blocks if isinstance(block, Bullets) for item in block.items]
-    return "\n".join(f"{line.lead} {line.text}" for line in lines)
+    return "\n".join(" ".join(filter(None, (line.tag.text, line.lead, line.text, line.note))) for line in lines)
 
 
 def test_one_band_and_one_score_per_row(drawn: Document) -> None:
@@ -104,20 +103,21 @@ def test_a_ratio_without_an_interval_is_not_printed(made: DiagnosisReport) -> No
 
 def test_the_chart_marks_what_is_borderline(drawn: Document) -> None:
     """Hollow by a field, not by a word of its label."""
-    charts = [block for section in drawn.sections for block in section.blocks if isinstance(block, Chart)]
+    charts = [block for block in drawn.blocks() if isinstance(block, Chart) and block.key == "windows-chart"]
     marks = {bar.label: (bar.mark, bar.undecided) for chart in charts for bar in chart.bars if bar.mark}
     assert marks == {"L0-1": ("avalanche point", False), "L2-3": ("avalanche point (borderline)", True)}
 
 
 def test_findings_have_interval_n_and_notes(drawn: Document) -> None:
     """Severity, component, statement, interval, n, and what else is known of the same place."""
-    first, second, third, *_ = paragraphs(drawn, "summary").splitlines()[1:]
+    lines = paragraphs(drawn, "summary").splitlines()
+    first, second, third = (next(line for line in lines if name in line) for name in ("to 1:", "softmax:", ".mlp:"))
     assert first == (
-        "[CRITICAL] layers 0 to 1: noise here costs 31.0 % of the next-token accuracy [25.0 %, 37.0 %], n = 64; "
+        "CRITICAL layers 0 to 1: noise here costs 31.0 % of the next-token accuracy [25.0 %, 37.0 %], n = 64 "
         "layer 0 alone costs 20.0 %"
     )
     assert second.endswith("0.0007 nats per token [0.0003, 0.0014], n = 64")
-    assert third == "[MODERATE] model.layers.0.mlp: 3 of 96 channels are outliers (n = 128)"
+    assert third == "MODERATE model.layers.0.mlp: 3 of 96 channels are outliers (n = 128)"
 
 
 def test_the_risk_comes_first_and_its_raw_scores_last(drawn: Document) -> None:
@@ -125,8 +125,8 @@ def test_the_risk_comes_first_and_its_raw_scores_last(drawn: Document) -> None:
     verdict = drawn.sections[0].blocks[0]
     assert isinstance(verdict, Verdict)
     assert (verdict.level.text, verdict.meaning) == ("HIGH", "validate much of it on the hardware")
-    assert verdict.reasons == () and verdict.level.tone == "high"
-    assert row(drawn, "risk-scores", "report score (what the diagnosis found)")["points"] == "55"
+    assert verdict.reasons == ("It is fragile.",) and verdict.level.tone == "high"
+    assert row(drawn, "risk-scores", "report score (from the findings)")["points"] == "55"
     keys = [section.key for section in drawn.sections]
     assert keys.index("risk-scores") > keys.index("correlations")
 
@@ -152,8 +152,8 @@ def test_a_finding_that_was_picked_says_which_end_is_corrected(made: DiagnosisRe
 
 def test_predictions_that_findings_scale_say_by_how_much(made: DiagnosisReport, drawn: Document) -> None:
     """A finding ranks predicted rows on the scale of injected ones: the factor stands beside the table."""
-    assert "by their typical KL times 2, the median ratio of injected to predicted" in paragraphs(drawn, "layers")
-    heat = next(b for section in drawn.sections for b in section.blocks if isinstance(b, HeatMap))
+    assert "they multiply a predicted KL by 2, the median ratio of injected to predicted" in paragraphs(drawn, "layers")
+    heat = next(block for block in drawn.blocks() if isinstance(block, HeatMap))
     assert [[cell and cell.text for cell in line] for line in heat.cells] == [["0.011*", None], [None, "0.0014"]]
     assert made.layer_analysis is not None
     alike = replace(made, layer_analysis=replace(made.layer_analysis, prediction_scale=1.0))

@@ -24,7 +24,8 @@ from noisescope.diagnosis.change_rows import (
 )
 from noisescope.diagnosis.report import DataFacts, ModelFacts, SettingsFacts
 from noisescope.errors import InvalidInput
-from noisescope.reports.document import Chart, Table, to_markdown
+from noisescope.reports.document import Chart, Table
+from noisescope.reports.markdown import to_markdown
 from noisescope.reports.run_changes import Comparison, change_line, largest_changes, verdict_line
 from noisescope.stats import Estimate
 from noisescope.trials import Conditions

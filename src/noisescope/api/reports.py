@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import json
+import os
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -35,8 +36,9 @@ from noisescope.reports import run_changes as run_changes
 from noisescope.reports import words as words
 from noisescope.reports.document import Document
 from noisescope.reports.experiment import PhasesReport
+from noisescope.reports.markdown import to_markdown
+from noisescope.reports.report_file import SUMMARY_FORMATS, SavedReport, drawn, read_report
 from noisescope.reports.report_file import Report as Report
-from noisescope.reports.report_file import read_report
 from noisescope.reports.report_file import schema as schema
 from noisescope.reports.roundoff_sections import digit_rows as digit_rows
 from noisescope.reports.roundoff_sections import roundoff_lines as roundoff_lines
@@ -71,6 +73,34 @@ def save_figures(document: Document, folder: Path) -> list[Path]:
     from noisescope.reports.figures import save_figures as save
 
     return save(document, folder_inside(folder, "figures"))
+
+
+def save_summary(report: SavedReport[Any], folder: Path, formats: Sequence[str]) -> list[Path]:
+    """The first page of a report as summary.md, .html and .pdf, or those of `formats`; the paths."""
+    page = report.document().summary()
+    wanted = [form for form in formats if form in SUMMARY_FORMATS]
+    if not wanted:
+        raise InvalidInput(f"a summary is for reading: choose --format from {', '.join(SUMMARY_FORMATS)}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return [write_file(folder / f"summary.{form}", drawn(page, form)) for form in wanted]
+    except OSError as error:
+        raise InvalidInput(f"can't write into {folder}: {error.strerror or error}. Choose another with -o") from error
+
+
+def append_step_summary(report: SavedReport[Any]) -> Path:
+    """Add the first page of a report to the summary of the GitHub Actions job that this runs in; the file."""
+    name = os.environ.get("GITHUB_STEP_SUMMARY")
+    if not name:
+        raise InvalidInput(
+            "GITHUB_STEP_SUMMARY is not set, so this is no step of a GitHub Actions job: use --summary for files"
+        )
+    try:
+        with Path(name).open("a", encoding="utf-8") as file:
+            file.write(to_markdown(report.document().summary()) + "\n")
+    except OSError as error:
+        raise InvalidInput(f"can't append to {name} (GITHUB_STEP_SUMMARY): {error.strerror or error}") from error
+    return Path(name)
 
 
 def find_runs(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:

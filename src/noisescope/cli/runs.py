@@ -38,6 +38,8 @@ def draw_report(options: DrawOptions) -> None:
     noisescope report noisescope-demo
     noisescope report noisescope-demo --format html -o pages
     noisescope report out/report.json --figures
+    noisescope report out --summary --format md            one page, for a pull request
+    noisescope report out --step-summary                   in a GitHub Actions job
     noisescope report --schema
     """
     if options.schema:
@@ -45,7 +47,12 @@ def draw_report(options: DrawOptions) -> None:
         return
     report = api.reports.load_any_report(options.run)
     target = options.output or (options.run if options.run.is_dir() else options.run.parent)
-    paths = report.save(target, formats=options.format)
+    if options.step_summary:
+        say_line(f"appended to {api.reports.append_step_summary(report)}", err=True)
+    if options.summary:
+        paths = api.reports.save_summary(report, target, options.format)
+    else:
+        paths = [] if options.step_summary else report.save(target, formats=options.format)
     if options.figures:
         paths += api.reports.save_figures(report.document(), target)
     print_each(paths, "")

@@ -70,6 +70,10 @@ class DrawOptions(CommandOptions):
     format: tuple[str, ...] = command_option(
         REPORT_FORMATS, "Forms to write.", choices=REPORT_FORMATS, word="report format"
     )
+    summary: bool = command_option(False, "Write one page instead, for a pull request: summary.md, .html and .pdf.")
+    step_summary: bool = command_option(
+        False, "Append that page to the summary of a GitHub Actions job ($GITHUB_STEP_SUMMARY)."
+    )
     figures: bool = command_option(False, "Also write the charts as PNG and SVG, into figures/.")
     output: Path | None = command_option(
         None, "Folder to write into.", unit="DIR", short="-o", default_text="the run's own"

@@ -5,21 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from noisescope.diagnosis.rows import AvalanchePoint, CellEffect, Effect, Interaction, LayerAnalysis, WindowEffect
+from noisescope.diagnosis.rows import AvalanchePoint, Effect, Interaction, LayerAnalysis
 from noisescope.diagnosis.section_types import ChannelRow, Metrics
 from noisescope.findings import LIMITS
 from noisescope.findings.finding import counted
-from noisescope.reports.document import Bar, Block, Cell, Chart, HeatMap, Paragraph, Section
+from noisescope.reports.document import (
+    Block,
+    Cell,
+    Details,
+    HeatTable,
+    Paragraph,
+    Section,
+    Table,
+)
+from noisescope.reports.pictures import heat_map, loss_cell, ranked_operators
 from noisescope.reports.report_file import DiagnosisReport
 from noisescope.reports.words import (
-    ONE_SIDED,
     SHARES,
     band,
     band_between,
     band_of,
-    capitalised,
     described,
-    divergence,
     estimate,
     metric_name,
     number,
@@ -28,11 +34,9 @@ from noisescope.reports.words import (
     span,
     table,
 )
-from noisescope.stats import Estimate
 
 WORST = 10  # rows of a table that only shows the worst
 KL = ("KL injected", "KL predicted", "evidence")
-STAR = "injected; without a star predicted by the Fisher screen, on the scale of injected cells"
 _PAIRS = {
     "hessian_sensitivity": "Hessian trace and sensitivity",
     "outliers_sensitivity": "outlier channels and sensitivity",
@@ -47,12 +51,17 @@ _PAIRS = {
 def operators(report: DiagnosisReport) -> Iterable[Section]:
     if not report.operator_analysis:
         return
-    ordered = sorted(report.operator_analysis.items(), key=lambda pair: _order(pair[1]))
     rows = [
-        (name, *_loss(row), row.sensitivity_score, *_divergence(row), row.total_injections) for name, row in ordered
+        (name, *_loss(row), row.sensitivity_score, *_divergence(row), row.total_injections)
+        for name, row in ranked_operators(report)
     ]
     head = ("operator", f"{metric_name(run_metric(report.run))} lost", "band", "sensitivity score", *KL, "injections")
-    yield Section("operators", "Operators", (table("operators", head, rows),))
+    yield Section("operators", "Operators", (folded(table("operators", head, rows, "Operators"), "row"),))
+
+
+def folded(found: Table, what: str) -> Details:
+    """A table behind one line that says what is in it."""
+    return Details(f"{found.caption or 'Table'}: {counted(len(found.rows), what)}", (replace(found, caption=""),))
 
 
 def layers(report: DiagnosisReport) -> Iterable[Section]:
@@ -61,7 +70,7 @@ def layers(report: DiagnosisReport) -> Iterable[Section]:
 
 
 def layer_sections(section: LayerAnalysis, metric: str) -> Iterable[Section]:
-    """The layers and the heat map; `metric` in words."""
+    """The layers, and the numbers of the heat map; `metric` in words."""
     columns = (f"{metric} lost", "band")
     windows = (
         (row.layer_range, *_loss(row), _interaction(row.interaction_index), *_divergence(row))
@@ -69,62 +78,40 @@ def layer_sections(section: LayerAnalysis, metric: str) -> Iterable[Section]:
     )
     named: list[tuple[str, Effect]] = [(f"layer {row.layer}", row) for row in section.layers]
     singles = ((name, *_loss(row), *_divergence(row)) for name, row in [*named, *section.places.items()])
+    heat = heat_map(section, metric)
     blocks: list[Block] = [
-        *_window_chart(section, metric),
         *_avalanches(section, metric),
-        table("windows", ("window", *columns, "interaction index", *KL), windows, "Sliding windows"),
-        table("layers", ("place", *columns, *KL), singles, "Single layers and places"),
+        folded(table("windows", ("window", *columns, "interaction index", *KL), windows, "Sliding windows"), "window"),
+        folded(table("layers", ("place", *columns, *KL), singles, "Single layers and places"), "place"),
+        *([] if heat is None else [Details("Layer x operator map: every number", (HeatTable(heat),))]),
     ]
     if section.prediction_scale != 1:
         scaled = (
-            f"Findings and the map rank rows that were only predicted by their typical KL times "
-            f"{number(section.prediction_scale)}, the median ratio of injected to predicted over the rows that have "
+            "Findings and the map put predictions on the scale of injections: they multiply a predicted KL by "
+            f"{number(section.prediction_scale)}, the median ratio of injected to predicted KL over the rows that have "
             "both."
         )
         blocks.append(Paragraph(scaled))
     yield Section("layers", f"Layers (noise on {', '.join(section.operators)})", tuple(blocks))
-    yield from _map(section, metric)
-
-
-def _window_chart(section: LayerAnalysis, metric: str) -> Iterable[Chart]:
-    """What each window loses; where nothing was injected, its predicted divergence."""
-    points = {point.layer_range: point for point in section.avalanche_points}
-    losses = [
-        (row, loss) for row in section.windows if (loss := row.degradation) is not None and loss.value is not None
-    ]
-    if losses:
-        bars = tuple(_loss_bar(row, loss, points.get(row.layer_range)) for row, loss in losses)
-        yield Chart("windows-chart", f"{capitalised(metric)} lost by window", f"share of the {metric}", bars)
-        return
-    predicted = [(row, row.predicted_kl) for row in section.windows if row.predicted_kl is not None]
-    if predicted:
-        bars = tuple(Bar(row.layer_range, divergence(kl), kl.typical.low, kl.typical.high) for row, kl in predicted)
-        yield Chart("windows-chart", "Predicted divergence by window", "nats per token", bars)
-
-
-def _loss_bar(row: WindowEffect, loss: Estimate, point: AvalanchePoint | None) -> Bar:
-    bar = Bar(row.layer_range, replace(_loss_cell(row), tone=band_of(row).tone), loss.low, loss.high)
-    if point is None:
-        return bar
-    mark = "avalanche point" if point.decided else "avalanche point (borderline)"
-    return replace(bar, mark=mark, undecided=not point.decided)
 
 
 def _avalanches(section: LayerAnalysis, metric: str) -> Iterable[Block]:
     if not any(row.injected for row in section.windows):
-        yield Paragraph("Avalanche points and compounding errors were not looked for: no noise was injected.")
+        yield Paragraph("No noise was injected, so avalanche points and compounding errors were not searched for.")
         return
     if section.avalanche_points:
         head = ("layers", "state", "severity", f"{metric} lost", "over the costlier neighbour", "layers in common")
-        yield table("avalanche-points", head, map(_avalanche, section.avalanche_points), "Avalanche points")
+        found = table("avalanche-points", head, map(_avalanche, section.avalanche_points), "Avalanche points")
+        yield folded(found, "window")
     else:
         yield Paragraph("none", "Avalanche points:")
-    yield Paragraph(", ".join(section.compounding) or "no window", "Errors compound significantly in:")
+    yield Paragraph(", ".join(section.compounding) or "none", "Windows in which errors compound significantly:")
     yield Paragraph(
-        f"An avalanche point is a window that costs more than {100 * LIMITS['avalanche_degradation']:g} % of the "
-        f"{metric}, and more than {LIMITS['avalanche_neighbour_factor']:g} times what the windows beside it cost; it "
-        "is borderline where its point values pass these limits and the intervals do not. The interaction index is the "
-        "KL of a window over the sum of the KL of its layers: significantly above 1, errors compound."
+        f"An avalanche point is a window in which noise costs more than {100 * LIMITS['avalanche_degradation']:g} % of "
+        f"the {metric} and more than {LIMITS['avalanche_neighbour_factor']:g} times as much as in its neighbours. It "
+        "is borderline if only the point estimates exceed these limits, not the intervals. The interaction index is "
+        "the KL of a window divided by the sum of the KLs of its layers; errors compound where it is significantly "
+        "above 1."
     )
 
 
@@ -146,72 +133,14 @@ def _interaction(found: Interaction | None) -> Cell:
     return replace(cell, rest=", layers predicted") if found.of == "predicted" else cell
 
 
-def _map(section: LayerAnalysis, metric: str) -> Iterable[Section]:
-    """Layer x operator, KL in nats; a star marks what was injected."""
-    names = tuple(dict.fromkeys(row.operator for row in section.map))
-    places = tuple(sorted({row.layer for row in section.map}))
-    if not places:
-        return
-    rows = {(row.layer, row.operator): row for row in section.map}
-    grid = tuple(tuple(rows.get((place, name)) for name in names) for place in places)
-    heat = HeatMap(
-        "map",
-        "Divergence of the output, by layer and operator",
-        "nats per token",
-        tuple(f"layer {place}" for place in places),
-        names,
-        tuple(tuple(None if row is None else _heat(row) for row in line) for line in grid),
-        tuple(tuple("" if row is None else _hover(row, metric) for row in line) for line in grid),
-        STAR,
-    )
-    yield Section("map", "Layer x operator", (heat,))
-
-
-def _heat(row: CellEffect) -> Cell:
-    """By the nats that rank rows: those of predicted cells are on the scale of injected ones."""
-    known = row.divergence
-    if known is None or known.typical.value is None:
-        return Cell(row.evidence)
-    return Cell(number(row.nats), row.nats, starred=row.injected)
-
-
-def _hover(row: CellEffect, metric: str) -> str:
-    known = row.divergence
-    if known is None:
-        return row.error or "not known"
-    parts = [f"{row.evidence} KL {divergence(known).text or 'not known'}"]
-    if row.injected and row.predicted_kl is not None:
-        parts.append(f"predicted {divergence(row.predicted_kl).text}")
-    if row.degradation is not None and row.degradation.value is not None:
-        parts.append(f"{metric} lost {_loss_cell(row).text}")
-    if row.nonlinear:
-        parts.append("injection and prediction diverge: not linear here")
-    return "; ".join([*parts, f"n = {known.typical.n}"])
-
-
-def _loss_cell(row: Effect) -> Cell:
-    """The loss by which the band was decided; the largest of a table also corrected for its selection."""
-    cell, selected = estimate(row.degradation, share=True), estimate(row.selected, share=True)
-    if cell.value is None or selected.value is None or not row.significant:
-        return cell
-    return replace(cell, rest=f", corrected for selection {selected.text}, {ONE_SIDED}")
-
-
 def _loss(row: Effect) -> tuple[Cell, Cell]:
     if row.evidence == "failed":
         return Cell(f"failed: {row.error}"[:120], tone="unsure"), Cell("")
-    return (_loss_cell(row), band_of(row)) if row.injected else (Cell(""), Cell(""))
+    return (loss_cell(row), band_of(row)) if row.injected else (Cell(""), Cell(""))
 
 
 def _divergence(row: Effect) -> tuple[object, ...]:
     return row.kl, row.predicted_kl, row.evidence + (" (nonlinear)" if row.nonlinear else "")
-
-
-def _order(row: Effect) -> tuple[bool, float, float]:
-    """The largest loss first, then by nats; what the model does not compute comes last."""
-    loss = row.degradation
-    lost = loss.value if loss is not None and loss.value is not None else -1.0
-    return row.evidence == "absent", -lost, -row.nats
 
 
 # -- channels and number formats
@@ -230,24 +159,24 @@ def channels(report: DiagnosisReport) -> Iterable[Section]:
             Paragraph(
                 f"{found.total_outlier_channels} outlier channels of {found.total_channels} "
                 f"({found.outlier_percentage:.2g} %) in {counted(found.layers_with_outliers, 'module')}; "
-                f"n = {section.n} samples. "
-                f"The largest value of an outlier is more than {section.threshold:g} times that of the median channel "
-                "(by max). Other rules: the mean in place of the largest; a 99th percentile above 5 times the "
-                "channel's own median (q99/q50); the 5 % whose noise costs most (Fisher)."
+                f"n = {section.n} samples. A channel is an outlier if its largest value exceeds "
+                f"{section.threshold:g} times that of the median channel (by max). The other columns count outliers by "
+                "other rules: by the mean instead of the maximum; by a 99th percentile above 5 times the channel's own "
+                "median (q99/q50); and the 5 % of channels in which noise costs most (Fisher)."
             )
         )
         worst = sorted(section.per_layer.items(), key=lambda pair: -pair[1].max_ratio)[:WORST]
         head = ("module", "outliers", "channels", "largest / median", "band", "by max", "by mean", "by q99/q50",
                 "by Fisher")  # fmt: skip
         rows = ((name, *_outliers(row)) for name, row in worst)
-        blocks.append(table("outliers", head, rows, "Modules with the largest outliers"))
+        blocks.append(folded(table("outliers", head, rows, "Modules with the largest outliers"), "module"))
     if section.costliest:
         columns = ("module", "channel", "mean KL predicted", "mean KL injected", "evidence")
         costs = (
             (row.module, row.channel, row.predicted_nats, row.kl and row.kl.mean, row.evidence)
             for row in section.costliest[:WORST]
         )
-        blocks.append(table("costliest", columns, costs, "Channels whose noise costs most"))
+        blocks.append(folded(table("costliest", columns, costs, "Channels in which noise costs most"), "channel"))
     yield Section("channels", "Channels", tuple(blocks))
 
 
@@ -267,12 +196,13 @@ def formats(report: DiagnosisReport) -> Iterable[Section]:
         return
     rows = ((name, row.bits, row.effective_bits, row.predicted_kl) for name, row in section.uniform.items())
     explained = (
-        "Predicted from the rounding error of each weight, and added up over the linears of all blocks, in nats per "
-        "token. Trust the order; the size is only rough. `noisescope plan precision` mixes formats and measures the "
-        "result."
+        "The KL that one format for all weights would cost, in nats per token: predicted from the rounding error of "
+        "each weight and summed over the linears of all blocks. The order is reliable, the size only approximate. "
+        "`noisescope plan precision` mixes formats and measures the result."
     )
     head = ("format of every linear", "bits per weight", "with scales", "mean KL predicted")
-    yield Section("formats", "Number formats for the weights", (Paragraph(explained), table("formats", head, rows)))
+    blocks = (Paragraph(explained), folded(table("formats", head, rows, "Uniform formats"), "format"))
+    yield Section("formats", "Number formats for the weights", blocks)
 
 
 # -- metrics and correlations
@@ -280,14 +210,14 @@ def formats(report: DiagnosisReport) -> Iterable[Section]:
 
 def metrics(report: DiagnosisReport) -> Iterable[Section]:
     found = report.metrics
-    blocks: list[Block] = [table("metrics", ("metric", "value", "band"), _metric_rows(found))]
+    blocks: list[Block] = [folded(table("metrics", ("metric", "value", "band"), _metric_rows(found), "Metrics"), "row")]
     if found.baseline is not None:
         known = (
             (described(name), estimate(row, share=name in SHARES, n=True))
             for name, row in found.baseline.metrics.items()
             if name != "agreement"  # of the clean model with itself
         )
-        blocks.append(table("baseline", ("metric", "mean"), known, "The clean model"))
+        blocks.append(folded(table("baseline", ("metric", "mean"), known, "The clean model"), "metric"))
     traces = found.hessian_trace
     if traces is not None and traces.error:
         blocks.append(Paragraph(traces.error, "Hessian traces were not measured:"))
@@ -300,7 +230,8 @@ def metrics(report: DiagnosisReport) -> Iterable[Section]:
             )
             for layer, row in sorted(traces.layers.items(), key=lambda pair: int(pair[0]))
         )
-        blocks.append(table("hessian", ("layer", "trace", "per parameter"), curved, "Hessian trace of each layer"))
+        hessian = table("hessian", ("layer", "trace", "per parameter"), curved, "Hessian trace of each layer")
+        blocks.append(folded(hessian, "layer"))
     yield Section("metrics", "Metrics", tuple(blocks))
 
 
@@ -335,8 +266,8 @@ def correlations(report: DiagnosisReport) -> Iterable[Section]:
         rows.append((_PAIRS.get(name, name), row.correlation, *expected, row.without_one, row.correlation.n))
     head = ("pair", "r", "expected", "held", "r without the most influential layer", "n")
     explained = (
-        "An expectation held where the whole interval clears its limit, did not hold where the whole interval misses "
-        "it, and is undecided otherwise. It is carried by one layer where leaving out that layer changes the answer."
+        "An expectation held if the whole interval meets its limit, failed if the whole interval misses it, and is "
+        "undecided otherwise. A result is carried by one layer if leaving out that layer changes it."
     )
-    correlated = table("correlations", head, rows)
+    correlated = folded(table("correlations", head, rows, "Correlations"), "pair")
     yield Section("correlations", "Correlations", (Paragraph(explained), correlated))

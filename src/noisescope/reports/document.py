@@ -1,17 +1,13 @@
 """A report laid out for reading: sections of a few kinds of blocks. Markdown, HTML and PDF draw these and nothing else.
 
-Every number is rounded and put into words once, when a cell is made, so that no two forms can disagree. Markdown, the
-plainest form, is made here; it leaves charts out, for the table beside each holds the same numbers.
+Every number is rounded and put into words once, when a cell is made, so that no two forms can disagree.
 """
 
 from __future__ import annotations
 
-import html
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import TypeAlias
-
-from noisescope.plain_text import markdown, one_line
 
 TONES = ("critical", "high", "moderate", "low", "unsure", "")  # how alarming a cell is: colour, never colour alone
 
@@ -40,10 +36,12 @@ class Cell:
 
 @dataclass(frozen=True)
 class Paragraph:
-    """Plain text; `lead` is set in bold before it."""
+    """Plain text; `tag` and `lead` stand before it, a coloured word and bold text; `note` is set lighter after it."""
 
     text: str
     lead: str = ""
+    note: str = ""
+    tag: Cell = Cell("")
 
 
 @dataclass(frozen=True)
@@ -64,13 +62,12 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Table:
-    """`key` names it in the page (sorting, tests). A `folded` one shows these words until it is opened."""
+    """`key` names it in the page (sorting, tests)."""
 
     key: str
     head: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
     caption: str = ""
-    folded: str = ""
 
 
 @dataclass(frozen=True)
@@ -100,7 +97,10 @@ class Chart:
 
 @dataclass(frozen=True)
 class Curve:
-    """Values over a number, with intervals: accuracy at noise levels. `limit` is a line that none should pass."""
+    """Values over a number, with intervals: accuracy at noise levels. `limit` is a line that none should pass.
+
+    `points` are joined by a line, which `line` names; `marked` ones stand alone, each with its label.
+    """
 
     key: str
     title: str
@@ -108,13 +108,16 @@ class Curve:
     unit: str
     points: tuple[tuple[float, Bar], ...]
     limit: float | None = None
+    marked: tuple[tuple[float, Bar], ...] = ()
+    line: str = ""
 
 
 @dataclass(frozen=True)
 class HeatMap:
     """Layer x operator. cells[row][column] is None where the model has no such site; `notes` go into the hover.
 
-    `legend` says what a star means.
+    `legend` says what a star means. `strip` has a bar for each row, drawn above the map under its `strip_title`, and
+    after them bars of places that are no rows.
     """
 
     key: str
@@ -125,6 +128,21 @@ class HeatMap:
     cells: tuple[tuple[Cell | None, ...], ...]
     notes: tuple[tuple[str, ...], ...]
     legend: str = ""
+    strip: tuple[Bar, ...] = ()
+    strip_title: str = ""
+
+    def as_table(self) -> Table:
+        """The numbers, where there is no colour."""
+        rows = zip(self.rows, self.cells, strict=True)
+        body = tuple((Cell(name), *(cell or Cell("") for cell in cells)) for name, cells in rows)
+        return Table(self.key, ("", *self.columns), body, f"{self.title} ({'; '.join(heat_words(self))})")
+
+
+@dataclass(frozen=True)
+class HeatTable:
+    """The numbers of a heat map; a page can sort and filter them."""
+
+    heat: HeatMap
 
 
 @dataclass(frozen=True)
@@ -151,7 +169,61 @@ class StatusGrid:
         return Table(self.key, ("", *self.columns), tuple(rows), self.title)
 
 
-Block: TypeAlias = Paragraph | Bullets | Verdict | Table | Chart | Curve | HeatMap | StatusGrid
+@dataclass(frozen=True)
+class Command:
+    """A command that can be pasted as it stands, and what it does."""
+
+    text: str
+    words: str = ""
+
+
+@dataclass(frozen=True)
+class Details:
+    """Blocks that a page and Markdown show folded, under a title; a PDF shows them."""
+
+    title: str
+    blocks: tuple[Block, ...]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Blocks under a small heading."""
+
+    title: str
+    blocks: tuple[Block, ...]
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Panels side by side where there is room, else one below the other."""
+
+    panels: tuple[Panel, ...]
+
+
+Block: TypeAlias = (
+    Paragraph
+    | Bullets
+    | Verdict
+    | Table
+    | Chart
+    | Curve
+    | HeatMap
+    | HeatTable
+    | StatusGrid
+    | Command
+    | Details
+    | Columns
+)
+
+
+def every_block(blocks: Iterable[Block]) -> Iterator[Block]:
+    """The blocks and all that is inside them, in the order of reading."""
+    for block in blocks:
+        yield block
+        if isinstance(block, Details):
+            yield from every_block(block.blocks)
+        elif isinstance(block, Columns):
+            yield from every_block(inner for panel in block.panels for inner in panel.blocks)
 
 
 @dataclass(frozen=True)
@@ -165,49 +237,24 @@ class Section:
 
 @dataclass(frozen=True)
 class Document:
-    """`facts` are (name, text) pairs under the title: model, data, noise. `finished`: when the run ended, ISO 8601."""
+    """`facts` are (name, text) pairs under the title: model, data, noise. `finished`: when the run ended, ISO 8601.
+
+    `command` is what made it.
+    """
 
     title: str
     facts: tuple[tuple[str, str], ...]
     sections: tuple[Section, ...]
     finished: str = ""
+    command: str = ""
 
+    def summary(self) -> Document:
+        """One page, for a pull request: the first section and nothing else."""
+        return replace(self, title=f"{self.title}: summary", sections=self.sections[:1])
 
-def to_markdown(document: Document) -> str:
-    lines = [f"# {markdown(document.title)}", ""]
-    lines += [f"**{markdown(name)}**: {markdown(text)}  " for name, text in document.facts]
-    for section in document.sections:
-        lines += ["", f"## {markdown(section.title)}"]
-        for block in section.blocks:
-            if drawn := list(_block(block)):
-                lines += ["", *drawn]
-    return "\n".join(lines).rstrip() + "\n"
-
-
-def _block(block: Block) -> Iterable[str]:
-    if isinstance(block, Verdict):
-        word = markdown(f"{block.name}: {block.level.text}")
-        yield f"**{word}**" + (f" - {markdown(block.meaning)}" if block.meaning else "")
-        yield from (
-            ["", *(f"- {markdown(reason, starts_line=True)}" for reason in block.reasons)] if block.reasons else []
-        )
-    elif isinstance(block, Paragraph):
-        yield _paragraph(block)
-    elif isinstance(block, Bullets):
-        yield from (f"{f'{i}.' if block.numbered else '-'} {_paragraph(item)}" for i, item in enumerate(block.items, 1))
-    elif isinstance(block, Table):
-        yield from [f"### {markdown(block.caption)}", ""] if block.caption else []
-        yield from [f"<details><summary>{html.escape(one_line(block.folded))}</summary>", ""] if block.folded else []
-        yield from table(block.head, ((cell.text for cell in row) for row in block.rows))
-        yield from ["", "</details>"] if block.folded else []
-    elif isinstance(block, HeatMap):
-        title = f"{block.title} ({'; '.join(heat_words(block))})"
-        yield from [f"### {markdown(title)}", ""]
-        rows = zip(block.rows, block.cells, strict=True)
-        yield from table(["", *block.columns], ([name, *(c.text if c else "" for c in cells)] for name, cells in rows))
-    elif isinstance(block, StatusGrid):
-        yield from _block(block.as_table())
-        yield from ["", markdown(", ".join(f"{sign} {words}" for _, sign, words in block.legend), starts_line=True)]
+    def blocks(self) -> Iterator[Block]:
+        """Every block, those inside others too."""
+        return every_block(block for section in self.sections for block in section.blocks)
 
 
 def heat_words(block: HeatMap) -> list[str]:
@@ -215,13 +262,7 @@ def heat_words(block: HeatMap) -> list[str]:
     return [word for word in (block.unit, block.legend and f"* {block.legend}") if word]
 
 
-def _paragraph(paragraph: Paragraph) -> str:
-    if not paragraph.lead:
-        return markdown(paragraph.text, starts_line=True)
-    return f"**{markdown(paragraph.lead)}** {markdown(paragraph.text)}"
-
-
-def table(head: Iterable[str], body: Iterable[Iterable[str]]) -> list[str]:
-    head = [markdown(name) for name in head]
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    return lines + ["| " + " | ".join(map(markdown, row)) + " |" for row in body]
+def numeric_columns(table: Table) -> list[bool]:
+    """Which columns hold numbers, with or without intervals, and are set to the right; never the first."""
+    columns = [[row[i] for row in table.rows if row[i].text] for i in range(len(table.head))]
+    return [i > 0 and any(cell.value is not None for cell in cells) for i, cells in enumerate(columns)]

@@ -15,14 +15,15 @@ from noisescope.reports.document import (
     Block,
     Bullets,
     Cell,
+    Details,
     Document,
     Paragraph,
     Section,
     StatusGrid,
     Table,
-    to_markdown,
 )
 from noisescope.reports.html import to_html
+from noisescope.reports.markdown import to_markdown
 from noisescope.sites import FUSED, OPERATORS, Place, Site, place_order
 
 TITLE = "noisescope locate"
@@ -30,7 +31,7 @@ MOST_SUSPECTS = 5
 MOST_NUMBERS = 8  # channels or rows that are listed
 _TONES = {"healthy": "low", "faulty": "critical", "undecided": "unsure"}
 _LEGEND = (
-    ("low", "🟩", "judged, no fault"),
+    ("low", "🟦", "judged, no fault"),
     ("critical", "🟥", "suspect"),
     ("moderate", "🟨", "judged in part"),
     ("unsure", "⬜", "not judged"),
@@ -38,7 +39,7 @@ _LEGEND = (
 ULP = (
     "ulp: unit in the last place, the spacing of numbers in the output's dtype (relative to the number about 1e-7 in "
     "float32, 0.001 in float16, 0.008 in bfloat16). element: one wrong number; mean: a shift of all numbers of an "
-    "output; gain: a relative change of all of them. Smaller faults could not be seen"
+    "output; gain: a relative change of all of them. Smaller faults could not be detected"
 )
 RMS = "sizes by relations are relative to the rms of an output; any: a single bit shows"
 
@@ -200,7 +201,7 @@ def _size(value: object) -> str:
     return f"{value:g}" if isinstance(value, (int, float)) else str(value)
 
 
-def _resolution(verdict: Verdict) -> Table:
+def _resolution(verdict: Verdict) -> Details:
     """What each class of modules was judged to, as a table that is opened on demand."""
     rows = tuple(
         (
@@ -215,7 +216,7 @@ def _resolution(verdict: Verdict) -> Table:
     )
     head = ("class", "dtype", "calls judged", "finest bound", "coarsest bound", "inside, driven", "calls not judged")
     words = f"{counted(len(rows), 'row')}: mean bound of a call's elements, relative to its output's rms"
-    return Table("resolution", head, rows, folded=words)
+    return Details(words, (Table("resolution", head, rows),))
 
 
 def _share(value: float) -> Cell:

@@ -7,31 +7,34 @@ same bytes.
 from __future__ import annotations
 
 import contextlib
-import io
 import itertools
 import json
-import re
 import string
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 
 from noisescope.errors import MissingExtra
-from noisescope.reports import figures
+from noisescope.reports.charts import DRAWABLE, Drawable, draw, drawable, spoken
 from noisescope.reports.document import (
     Block,
     Bullets,
     Cell,
-    Chart,
+    Columns,
+    Command,
+    Details,
     Document,
     HeatMap,
+    HeatTable,
     Paragraph,
     StatusGrid,
     Table,
     Verdict,
-    heat_words,
+    numeric_columns,
 )
-from noisescope.reports.figures import COLOURS, Drawable
+from noisescope.reports.drawing import Dot, Mark, Rect, Text
+from noisescope.reports.drawing import Line as Stroke
+from noisescope.reports.palette import mix, on_paper, tint
 from noisescope.reports.text_layout import (
     FONTS,
     LAST_RESORT,
@@ -55,12 +58,9 @@ except ImportError:
 LEFT, TOP, BOTTOM, WIDTH = 16.0, 19.0, 280.0, 178.0  # mm: where text may stand on a page of 210 x 297
 TITLE, HEADING, BODY, SMALL = 19.0, 13.0, 9.0, 8.0  # points
 SIZES = (8.0, 7.5, 7.0, 6.5, 6.0)  # points: of a table's text
-ACCENT, PAPER, STRIPE, HEAD, RULE = "#0B4A75", "#FFFFFF", "#F5F7F9", "#E4ECF2", "#B8C4CE"
-# tone: the light ground and the dark ink of a band
-TINTS = {
-    "critical": ("#FBDDCB", "#7A2E00"), "high": ("#FDE8BF", "#664400"), "moderate": ("#FAF5B7", "#524D00"),
-    "low": ("#D3EFE5", "#00462F"), "unsure": ("#E6E6E6", "#3D3D3D"), "": ("#DCEBF5", "#0B3A5C"),
-}  # fmt: skip
+ACCENT, PAPER, HEAD, RULE = on_paper("accent"), on_paper("card"), on_paper("hover"), on_paper("line")
+STRIPE = mix(HEAD, PAPER, 0.6)
+PIXEL = 25.4 / 96  # mm: the largest that a drawing's pixel is drawn
 _TOTAL = "\0\0\0"  # stands for the number of pages, as wide as 999; `printable` keeps it out of every other text
 
 
@@ -89,6 +89,7 @@ class _Paper(FPDF):  # type: ignore[misc]
         self.running = [document.title, *(text for _, text in document.facts[:1])]
         self.add_font("sans", "", FONTS / "DejaVuSans.ttf")
         self.add_font("sans", "B", FONTS / "DejaVuSans-Bold.ttf")
+        self.add_font("mono", "", FONTS / "DejaVuSansMono.ttf")
         self.strange = foreign(spelled)
         if self.strange:
             self.add_font("last", "", LAST_RESORT, unicode_range=sorted(map(ord, self.strange)))
@@ -166,12 +167,15 @@ class _Paper(FPDF):  # type: ignore[misc]
         self.down(2)
         for name, text in document.facts:
             self.flow([Run(text)], SMALL, indent=18, mark=printable(name))
+        if document.command:
+            self.down(1)
+            self.command(Command(document.command))
         self.fill(self.y + 2, 0.6, ACCENT)
         self.down(2)
 
     def heading(self, title: str, following: Block | None) -> None:
         self.down(4)
-        self.room(leading(HEADING) + (8 + _height(following) if isinstance(following, Drawable) else 28))
+        self.room(leading(HEADING) + (8 + _height(following) if isinstance(following, DRAWABLE) else 28))
         self.start_section(printable(title), 0)
         self.flow([Run(title, True, ACCENT)], HEADING)
         self.down(1.5)
@@ -197,41 +201,111 @@ class _Paper(FPDF):  # type: ignore[misc]
                 self.table(block)
         elif isinstance(block, StatusGrid):
             self.table(block.as_table())
-        else:
+        elif isinstance(block, HeatTable):
+            self.table(block.heat.as_table())
+        elif isinstance(block, DRAWABLE):
             self.picture(block)
+        else:
+            self.nested(block)
         self.down(2.4)
+
+    def nested(self, block: Block) -> None:
+        if isinstance(block, Command):
+            self.command(block)
+        elif isinstance(block, Details):
+            self.unfolded(block)
+        elif isinstance(block, Columns):
+            for panel in block.panels:
+                if panel.title:
+                    self.caption(panel.title, 12)
+                for inner in panel.blocks:
+                    self.block(inner)
+
+    def unfolded(self, block: Details) -> None:
+        """Its title as the caption of its table, or above its blocks."""
+        first, *others = block.blocks or (Paragraph(""),)
+        if isinstance(first, Table):
+            self.table(replace(first, caption=block.title))
+        else:
+            self.caption(block.title, 24)
+            self.block(first)
+        for inner in others:
+            self.block(inner)
+
+    def command(self, block: Command) -> None:
+        """On a grey ground, in letters of one width; a long one goes on in the next line."""
+        if block.words:
+            self.room(leading(BODY) + 6)
+            self.flow([Run(block.words)])
+        for line in self.ruler.wrap([Run(block.text)], WIDTH * 0.84, SMALL):  # those letters are wider
+            self.room(leading(SMALL) + 1.6)
+            y = self.y
+            self.fill(y, leading(SMALL) + 1.6, HEAD)
+            text = "".join(run.text for run in line)
+            self.set_text_color(on_paper("text"))
+            self.set_font(*(("last", "") if self.strange & set(text) else ("mono", "")), SMALL)
+            self.set_xy(LEFT + 2, y + 0.8)
+            self.cell(WIDTH, leading(SMALL), text)
+            self.set_y(y + leading(SMALL) + 1.6)
 
     def verdict(self, verdict: Verdict) -> None:
         """A box in the colour of the level, with its word."""
-        tone = verdict.level.tone if verdict.level.tone in TINTS else ""
-        ground, ink = TINTS[tone]
+        tone = verdict.level.tone or "none"
+        ground, ink = tint(tone)
         level = [Run(f"{verdict.name}:", colour=ink), Run(verdict.level.text, True, ink)]
         parts = [(15.0, level), (BODY, [Run(verdict.meaning)])]
-        parts += [(SMALL, [Run(f"• {reason}")]) for reason in verdict.reasons]
+        mark = "• " if len(verdict.reasons) > 1 else ""
+        parts += [(SMALL, [Run(f"{mark}{reason}")]) for reason in verdict.reasons]
         text = [(size, line) for size, runs in parts for line in self.ruler.wrap(runs, WIDTH - 12, size)]
         lines = [(6.0, Line()), *text, (6.0, Line())]
         self.room(sum(leading(size) for size, _ in lines))
         for size, line in lines:
             self.room(leading(size))
             y = self.y
-            for colour, width in ((ground, WIDTH), (COLOURS[tone], 2)):
+            for colour, width in ((ground, WIDTH), (on_paper(tone), 2)):
                 self.fill(y, leading(size) + 0.1, colour, width)  # a hair higher, so that no seam shows
             self.draw(line, LEFT + 7, y, size)
             self.set_y(y + leading(size))
 
     def picture(self, block: Drawable) -> None:
-        height = _height(block)
-        self.caption(block.title, height)
-        y = self.y
-        with io.BytesIO() as stream:
-            figures.save(figures.figure_of(block, title=False), stream, "png")
-            self.image(stream, LEFT, y, h=height, alt_text=printable(_spoken(block)))
-        self.set_y(y + height + 1)
-        if isinstance(block, HeatMap):
-            rows = zip(block.rows, block.cells, strict=True)
-            body = tuple((Cell(name), *(cell or Cell("") for cell in cells)) for name, cells in rows)
-            words = "; ".join(heat_words(block))
-            self.table(Table(block.key, ("", *block.columns), body, f"The numbers ({words})"))
+        """The marks of its drawing; nothing where it has no value."""
+        if not drawable(block):
+            return
+        drawing, scale = draw(block), _scale(block)
+        self.caption(block.title, drawing.height * scale)
+        top = self.y
+        with self._marked_sequence(title=printable(block.title), alt_text=printable(spoken(block))):
+            for mark in drawing.marks():
+                self.mark(mark, LEFT, top, scale)
+        self.set_y(top + drawing.height * scale + 1)
+
+    def mark(self, mark: Mark, x0: float, y0: float, scale: float) -> None:
+        """One mark of a drawing whose corner is at x0, y0 mm."""
+        if isinstance(mark, Rect):
+            self.set_fill_color(on_paper(mark.fill))
+            self.rect(x0 + mark.x * scale, y0 + mark.y * scale, mark.width * scale, mark.height * scale, "F")
+        elif isinstance(mark, Stroke):
+            self.set_draw_color(on_paper(mark.colour))
+            self.set_line_width(mark.width * scale)
+            self.set_dash_pattern(*((0.8, 0.8) if mark.dashed else ()))
+            self.polyline([(x0 + x * scale, y0 + y * scale) for x, y in mark.points])
+            self.set_dash_pattern()
+        elif isinstance(mark, Dot):
+            self.set_draw_color(on_paper(mark.colour))
+            self.set_line_width(scale)
+            self.set_fill_color(on_paper("card" if mark.hollow else mark.colour))
+            self.circle(x0 + mark.x * scale, y0 + mark.y * scale, mark.radius * scale, "DF")
+        else:
+            self.words(mark, x0 + mark.x * scale, y0 + mark.y * scale, mark.size * scale * 72 / 25.4)
+
+    def words(self, mark: Text, x: float, y: float, size: float) -> None:
+        """A text of a drawing: x, y is where its anchor stands on the baseline."""
+        run = Run(printable(mark.text), mark.bold, on_paper(mark.colour))
+        shift = {"start": 0.0, "middle": 0.5, "end": 1.0}[mark.anchor] * self.ruler.measure([run], size)
+        rise = leading(size) / 2 + 0.3 * size * 25.4 / 72  # fpdf2's baseline in a cell of this height
+        turned = self.rotation(mark.turn, x, y) if mark.turn else contextlib.nullcontext()
+        with turned:
+            self.draw([run], x - shift, y - rise, size)
 
     # -- tables
 
@@ -241,8 +315,8 @@ class _Paper(FPDF):  # type: ignore[misc]
         size, widths = self.ruler.fit(rows, WIDTH - 2 * PAD * len(table.head), SIZES)
         columns = [self.ruler.column([row[at] for row in rows], width, size) for at, width in enumerate(widths)]
         reach = [max(self.ruler.measure(line, size) for lines in column for line in lines) for column in columns]
-        whole = [_whole([row[at].text for row in table.rows]) for at in range(len(widths))]
-        grid = Grid(size, widths, [end if flush else None for end, flush in zip(reach, whole, strict=True)])
+        flush = numeric_columns(table)
+        grid = Grid(size, widths, [end if right else None for end, right in zip(reach, flush, strict=True)])
         head, *body = zip(*columns, strict=True)
         heights = [grid.height(row) for row in (head, *body)]
         start = min(sum(heights), max(45, sum(heights[:4])))  # no few rows alone at the foot of a page
@@ -274,18 +348,19 @@ class _Paper(FPDF):  # type: ignore[misc]
         self.set_y(y + grid.height(cells))
 
 
+def _scale(block: Drawable) -> float:
+    """mm in a pixel of its drawing: as wide as the text, never larger than life, and several of them to a page."""
+    drawing = draw(block)
+    return min(PIXEL, WIDTH / drawing.width, (150 if isinstance(block, HeatMap) else 66) / drawing.height)
+
+
 def _height(block: Drawable) -> float:
-    return min(figures.height_of(block) / figures.WIDTH * WIDTH, BOTTOM - TOP - 20)
-
-
-def _whole(texts: Sequence[str]) -> bool:
-    """Whether a column holds whole numbers alone, which stand flush right."""
-    return any(texts) and all(re.fullmatch(r"-?\d*", text) for text in texts)
+    return draw(block).height * _scale(block) if drawable(block) else 20.0
 
 
 def _styled(cell: Cell) -> list[Run]:
     if cell.tone:
-        ground, ink = TINTS.get(cell.tone, TINTS[""])
+        ground, ink = tint(cell.tone)
         return [Run(cell.text, True, ink, ground)]
     lighter = f"{cell.interval}{cell.rest}".strip()
     shown = f"{cell.shown}*" if cell.starred else cell.shown
@@ -293,16 +368,9 @@ def _styled(cell: Cell) -> list[Run]:
 
 
 def _paragraph(paragraph: Paragraph) -> list[Run]:
-    return [Run(paragraph.lead, True), Run(paragraph.text)]
-
-
-def _spoken(block: Drawable) -> str:
-    """What a screen reader says in place of the figure."""
-    if isinstance(block, HeatMap):
-        return f"{block.title} ({block.unit}): the numbers are in the table below"
-    bars = block.bars if isinstance(block, Chart) else [bar for _, bar in block.points]
-    said = (f"{bar.label} {bar.cell.text} {bar.mark}".strip() for bar in bars)
-    return f"{block.title} ({block.unit}): {'; '.join(said)}"
+    note = [Run(f"({paragraph.note})", colour=QUIET)] if paragraph.note else []
+    tag = _styled(paragraph.tag) if paragraph.tag.text else []
+    return [*tag, Run(paragraph.lead, True), Run(paragraph.text), *note]
 
 
 def _ended(stamp: str) -> datetime:

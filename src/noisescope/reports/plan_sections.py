@@ -8,9 +8,18 @@ from collections.abc import Iterable
 from noisescope.findings.finding import counted
 from noisescope.plans.migration import Priority
 from noisescope.plans.precision_results import PlanRow, PrecisionPlan
+from noisescope.reports.analysis_sections import folded
 from noisescope.reports.document import Block, Cell, Paragraph, Section
 from noisescope.reports.report_file import DiagnosisReport
-from noisescope.reports.words import estimate, mean, metric_name, percent, run_metric, table, tone
+from noisescope.reports.words import (
+    estimate,
+    mean,
+    metric_name,
+    percent,
+    run_metric,
+    table,
+    tone,
+)
 from noisescope.sites import Place
 
 SUSPECTS = 10  # rows of the table of suspects
@@ -25,11 +34,10 @@ def migration(report: DiagnosisReport) -> Iterable[Section]:
         return
     rows = (row for group in plan.priorities for row in _places(group))
     asked = [f"Priority {group.priority}: {group.validation}." for group in plan.priorities if group.priority < 3]
-    asked.append("MAPE is the mean absolute difference in per cent of the reference.")
+    asked.append("MAPE is the mean absolute percentage error relative to the reference.")
     blocks: tuple[Block, ...] = (
-        Paragraph(" ".join(asked), "On new hardware, validate these places first."),
-        table("migration", ("priority", "place", "precision", "why"), rows),
-        Paragraph("noisescope plan migration, with this report, prints the commands for both machines.", "Next:"),
+        Paragraph(" ".join(asked), "Validate these places first on new hardware."),
+        folded(table("migration", ("priority", "place", "precision", "why"), rows, "Places by priority"), "row"),
         *(Paragraph(note) for note in plan.notes),
     )
     yield Section("migration", "Hardware migration plan", blocks)
@@ -42,7 +50,7 @@ def _places(group: Priority) -> Iterable[tuple[object, ...]]:
             yield urgency, place_name(one.place), group.precision[str(one.place)], "; ".join(one.reasons[:2])
     elif group.evidence:
         precision = " or ".join(dict.fromkeys(group.precision.values()))
-        why = f"no reason for more; {group.validation}"
+        why = f"no finding here; {group.validation}"
         yield urgency, counted(len(group.evidence), "other place"), precision, why
 
 
@@ -58,12 +66,12 @@ def precision(report: DiagnosisReport) -> Iterable[Section]:
     blocks: list[Block] = [Paragraph(_planned(plan))]
     if plan.rows:
         head = ("plan", "bits per weight", "mean KL predicted", "mean KL measured", "typical KL measured", "accuracy")
-        blocks.append(table("precision", head, map(_plan_row, plan.rows)))
+        blocks.append(folded(table("precision", head, map(_plan_row, plan.rows), "Plans compared"), "plan"))
     drawn = plan.random
     # Neither without random plans nor where they round nothing.
     if plan.typical_kl is not None and drawn.median_typical_kl:
         share = percent(plan.typical_kl / drawn.median_typical_kl)
-        words = f"Its typical KL is {share} of the median of {drawn.n} random plans with the same average bits."
+        words = f"Its typical KL is {share} of the median over {drawn.n} random plans with the same average bits."
         blocks.append(Paragraph(words))
     notes = [note for note in (plan.note, *plan.notes) if note]
     yield Section("precision", "Precision plan", (*blocks, *map(Paragraph, notes)))
@@ -74,13 +82,13 @@ def _planned(plan: PrecisionPlan) -> str:
     bound = plan.prediction.largest_standard_error
     error = "" if bound is None else f", standard error at most {bound:.2g}"
     held_out = (
-        " Not carried out yet."
+        " Not applied and measured yet."
         if plan.data is None
         else f" Measured on {plan.data.samples} held-out samples that were not used to choose formats."
     )
     return (
         f"{plan.average_bits:.2f} bits per weight on average ({plan.effective_bits:.2f} with scales): {formats} of "
-        f"{len(plan.assignment)} linears, chosen for the least predicted mean KL ({plan.predicted_mean_kl:.3g} nats "
+        f"{len(plan.assignment)} linears, chosen to minimise the predicted mean KL ({plan.predicted_mean_kl:.3g} nats "
         f"per token{error}).{held_out}"
     )
 
@@ -96,7 +104,7 @@ def check(report: DiagnosisReport) -> Iterable[Section]:
     section = report.check
     if section is None:
         return
-    roles = {"warned": "warns of these", "least": "they diverge least", "between": ""}
+    roles = {"warned": "warns here", "least": "least divergence", "between": ""}
     rows = (
         (
             f"{row.start_layer} to {row.end_layer}",
@@ -110,12 +118,13 @@ def check(report: DiagnosisReport) -> Iterable[Section]:
     )
     metric = metric_name(section.windows[0].metric if section.windows else run_metric(report.run))
     explained = (
-        f"A simulated fault on {section.samples} samples that the diagnosis has not seen: the output of every "
-        f"{' and '.join(section.operators)} of these layers, one window at a time, is rounded to {section.fault}. A "
-        f"good report ranks the windows (KL injected) as the fault does ({metric} lost)."
+        f"A fault was simulated on {section.samples} samples that the diagnosis had not seen: one window at a time, "
+        f"the output of every {' and '.join(section.operators)} in its layers was rounded to {section.fault}. If the "
+        f"report is right, its ranking of the windows (KL injected) agrees with the damage ({metric} lost)."
     )
     head = ("layers", "this report", "KL injected", f"{metric} before", f"{metric} with the fault", f"{metric} lost")
-    yield Section("check", "The findings put to the test", (Paragraph(explained), table("check", head, rows)))
+    blocks = (Paragraph(explained), folded(table("check", head, rows, "Windows with the fault"), "window"))
+    yield Section("check", "The findings put to the test", blocks)
 
 
 def locate(report: DiagnosisReport) -> Iterable[Section]:
@@ -125,7 +134,7 @@ def locate(report: DiagnosisReport) -> Iterable[Section]:
         return
     blocks: list[Block] = []
     if found.simulated is not None:
-        what = f"The fault {found.simulated} was put in; it changed {found.elements_changed} elements."
+        what = f"The fault {found.simulated} was injected on purpose; it changed {found.elements_changed} elements."
         blocks.append(Paragraph(what, "Simulated:"))
     verdict = f"{found.headline} ({found.method}, {found.checked} checks, {found.forwards:g} forwards)"
     blocks.append(Paragraph(verdict, "Verdict:"))
@@ -136,8 +145,8 @@ def locate(report: DiagnosisReport) -> Iterable[Section]:
              Cell(f"{row.confidence:.2f}", row.confidence), row.evidence)
             for row in found.suspects[:SUSPECTS]
         )  # fmt: skip
-        blocks.append(table("suspects", head, rows, "Suspects, the likeliest first"))
-        blocks.append(Paragraph("An ulp is a unit in the last place of a number: the finest step that its format has."))
+        blocks.append(folded(table("suspects", head, rows, "Suspects, most likely first"), "suspect"))
+        blocks.append(Paragraph("An ulp is a unit in the last place: the spacing of adjacent numbers of a format."))
     if found.unseen:
         unseen = f"{counted(len(found.unseen), 'operator')}, such as {found.unseen[0]}."
         blocks.append(Paragraph(unseen, "Not judged:"))

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from noisescope.comparison.roundoff import Roundoff
 from noisescope.diagnosis.report import Robustness, RobustnessCurve, Run
 from noisescope.diagnosis.rows import Effect
-from noisescope.findings import Finding, Risk
+from noisescope.findings import Risk
 from noisescope.findings.finding import counted
 from noisescope.reports import analysis_sections as analysis
 from noisescope.reports import plan_sections as plans
-from noisescope.reports.document import Bar, Block, Bullets, Cell, Curve, Document, Paragraph, Section, Verdict
+from noisescope.reports.analysis_sections import folded
+from noisescope.reports.document import Bar, Block, Bullets, Cell, Curve, Details, Document, Paragraph, Section
+from noisescope.reports.first_screen import facts, in_pictures, run_facts, summary
+from noisescope.reports.next_steps import run_command
 from noisescope.reports.report_file import TITLE, DiagnosisReport
 from noisescope.reports.roundoff_sections import roundoff_sections
 from noisescope.reports.words import (
@@ -20,70 +24,45 @@ from noisescope.reports.words import (
     band_of,
     capitalised,
     estimate,
-    finding_span,
     metric_name,
     percent,
     run_metric,
     table,
-    tone,
 )
 
+FIRST = 5  # recommendations that are not folded
 _HOW = {"score": "teacher-forced", "generate": "by generation", "custom": "by the caller's own metric"}
 
 
 def document_of(report: DiagnosisReport | Robustness | Roundoff) -> Document:
-    """The order a reader needs: verdict, what to do, the evidence, the method, the limits."""
+    """The order a reader needs: verdict, pictures, what to do, the evidence, the method, the limits."""
     if isinstance(report, Roundoff):
         sections = [*roundoff_sections(report), *limits(report.could_not_see)]
-        return Document(TITLE, tuple(facts(report.run, "round-off")), tuple(sections), report.run.finished)
+        return Document(TITLE, tuple(run_facts(report.run, "round-off")), tuple(sections), report.run.finished)
     if isinstance(report, Robustness):
         noise = f"levels {', '.join(f'{row.noise_level:g}' for row in report.robustness.levels)}"
-        sections = [robustness(report.robustness, run_metric(report.run))]
-    else:
-        noise = report.run.settings.perturbation
-        advice = (recommendations, plans.migration, plans.precision, plans.check, plans.locate)
-        evidence = (analysis.operators, analysis.layers, analysis.channels, analysis.formats, analysis.metrics)
-        last = (analysis.correlations, risk_scores, point_rules)
-        sections = [section for part in (summary, *advice, *evidence, *last) for section in part(report)]
-    diverging = isinstance(report, DiagnosisReport)
-    sections += [method(report.run, diverging=diverging), *limits(report.could_not_see)]
-    return Document(TITLE, tuple(facts(report.run, noise)), tuple(sections), report.run.finished)
-
-
-def facts(run: Run, noise: str) -> Iterable[tuple[str, str]]:
-    yield "Model", f"{run.model.source}: {run.model.architecture}, {run.model.blocks} blocks"
-    yield "Data", f"{run.data.source}, {run.data.samples} samples, {run.data.scored_tokens} scored tokens"
-    yield "Noise", f"{noise}, {counted(len(run.settings.seeds), 'seed')}"
-
-
-def summary(report: DiagnosisReport) -> Iterable[Section]:
-    found = report.executive_summary
-    level = Cell(found.overall_risk_level, tone=tone(found.overall_risk_level))
-    blocks: list[Block] = [Verdict(level, found.risk_meaning, ())]
-    if found.whole_model is not None:
-        blocks.append(finding_line(found.whole_model))
-    findings = tuple(map(finding_line, found.top_findings))
-    blocks.append(Bullets(findings, numbered=True) if findings else Paragraph("Nothing stands out."))
-    blocks.append(Paragraph(found.next_step, "Next step:"))
-    yield Section("summary", "Summary", tuple(blocks))
-    plain = found.in_plain_words
-    leads = {"What it means": plain.risk, "What to do": plain.work, "How to know that it worked": plain.success}
-    paragraphs = tuple(Paragraph(words, f"{lead}:") for lead, words in leads.items() if words)
-    if paragraphs:
-        yield Section("plain-words", "In plain words", paragraphs)
-
-
-def finding_line(finding: Finding) -> Paragraph:
-    """A finding with its interval and n, then what else is known of the same place."""
-    notes = "".join(f"; {note}" for note in finding.notes)
-    return Paragraph(f"{finding.statement}{finding_span(finding)}{notes}", f"[{finding.severity}] {finding.component}:")
+        sections = [robustness(report.robustness, run_metric(report.run)), method(report.run, diverging=False)]
+        sections += limits(report.could_not_see)
+        return Document(TITLE, tuple(run_facts(report.run, noise)), tuple(sections), report.run.finished)
+    first = (summary, in_pictures, recommendations)
+    advice = (plans.migration, plans.precision, plans.check, plans.locate)
+    evidence = (analysis.operators, analysis.layers, analysis.channels, analysis.formats, analysis.metrics)
+    last = (analysis.correlations, risk_scores, point_rules)
+    sections = [section for part in (*first, *advice, *evidence, *last) for section in part(report)]
+    sections += [method(report.run, diverging=True), *limits(report.could_not_see)]
+    return Document(TITLE, tuple(facts(report)), tuple(sections), report.run.finished, run_command(report))
 
 
 def recommendations(report: DiagnosisReport) -> Iterable[Section]:
     if report.recommendations:
         head = ("priority", "component", "issue", "action")
         rows = ((band(row.priority), row.component, row.issue, row.action) for row in report.recommendations)
-        yield Section("recommendations", "Recommendations", (table("recommendations", head, rows),))
+        found = table("recommendations", head, rows)
+        first: list[Block] = [replace(found, rows=found.rows[:FIRST])]
+        if len(found.rows) > FIRST:
+            more = replace(found, key="more-recommendations", rows=found.rows[FIRST:])
+            first.append(Details(f"{counted(len(more.rows), 'more recommendation')}", (more,)))
+        yield Section("recommendations", "Recommendations", tuple(first))
 
 
 def robustness(found: RobustnessCurve, name: str) -> Section:
@@ -105,7 +84,7 @@ def robustness(found: RobustnessCurve, name: str) -> Section:
     head = ("noise level", metric, f"retention (share of the clean {metric})", "band of the loss")
     blocks: tuple[Block, ...] = (
         Curve("robustness-curve", f"{capitalised(metric)} under noise", "noise level", metric, points),
-        table("robustness", head, rows),
+        folded(table("robustness", head, rows, "Noise levels"), "level"),
     )
     return Section("robustness", f"Robustness (noise on {', '.join(found.operators)})", blocks)
 
@@ -115,24 +94,24 @@ def method(run: Run, *, diverging: bool) -> Section:
     cost = run.cost
     versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
     losses = (
-        "Intervals are 95 %, paired on samples, with the same noise draws at every scale and in every window. Those of "
-        "losses hold for all rows of a table together, so that any row may be picked; the largest is also given "
-        "corrected for selection, by its size on other samples than it was picked on, which is the size that its "
-        "finding states; only the lower end of its interval is corrected, since picking the largest can only inflate. "
-        "Bands, avalanche points and findings are decided by these intervals; a row whose interval "
-        "reaches from one band into another is borderline. p values of rows that are looked at together are corrected "
-        f"(Holm). The sensitivity score is the {metric_name(run_metric(run))} lost over the scale of the noise."
+        "Intervals are 95 % and paired by sample; every scale and every window gets the same noise draws. The "
+        "intervals of losses hold simultaneously for all rows of a table, so any row may be singled out. The largest "
+        "loss is also given corrected for selection: measured on samples that were not used to select it, as its "
+        "finding states it. Selection can only inflate the largest loss, so only the lower end of its interval is "
+        "corrected. Intervals decide bands, avalanche points and findings; a row whose interval spans two bands is "
+        "borderline. p values are corrected for the number of rows in their table (Holm). The sensitivity score is the "
+        f"{metric_name(run_metric(run))} lost, divided by the scale of the noise."
     )
     divergence = (
-        "KL is the divergence of the noisy output from the clean one, in nats per token. The first number is that of a "
-        "typical sample, the geometric mean of the middle three fifths: it ranks the rows, and no tail moves it. The "
-        "mean is the average over samples, which a few of them can decide: where the tail allows no upper end, only "
-        f"'at least' is given, a bound that holds for any data. Below {run.kl_floor:.0e} a KL can't be distinguished "
-        "from 0. In a row marked nonlinear, injection and prediction differ significantly by more than a factor of "
-        "two: trust the injection."
+        "KL is the divergence of the noisy output from the clean one, in nats per token. The first number is typical: "
+        "the geometric mean of the middle three fifths of the samples. It ranks the rows and ignores the tails. The "
+        "mean is taken over all samples, and a few of them can dominate it. Where the tail allows no upper bound, the "
+        f"report says 'at least' and gives the lower bound. A KL below {run.kl_floor:.0e} is indistinguishable from 0. "
+        "In a row marked nonlinear, injected and predicted KL differ significantly, by more than a factor of two: "
+        "trust the injected one."
     )
     spent = (
-        f"{cost.trials} trials; this run took {cost.forwards:.1f} forwards of the test data and {cost.seconds:.0f} s; "
+        f"{cost.trials} trials; this run took {cost.forwards:.1f} passes over the test data and {cost.seconds:.0f} s; "
         f"{run.device}, {run.conditions.dtype}; seeds {', '.join(map(str, run.settings.seeds))}. {versions}. "
         f"{run.finished}."
     )
@@ -147,8 +126,8 @@ def _asked(run: Run) -> str:
     how = _HOW.get(data.measure, data.measure)
     return (
         f"Effort {settings.effort}; levels {', '.join(settings.levels)}; windows of {settings.window} layers, "
-        f"step {settings.step}; metric {metric_name(run_metric(run))}, {how}; n = {data.samples} samples in every row "
-        "that does not say otherwise."
+        f"step {settings.step}; metric {metric_name(run_metric(run))}, {how}; n = {data.samples} samples unless a row "
+        "says otherwise."
     )
 
 
@@ -165,22 +144,23 @@ def risk_scores(report: DiagnosisReport) -> Iterable[Section]:
     """Both scores with their terms: they answer different questions and may differ."""
     found = report.executive_summary
     rows = (
-        _risk("report score (what the diagnosis found)", found.report_risk),
-        _risk("dashboard score (the metrics)", found.dashboard_risk),
+        _risk("report score (from the findings)", found.report_risk),
+        _risk("dashboard score (from the metrics)", found.dashboard_risk),
     )
     explained = (
-        "The risk of this report is the higher of the report score's level and its worst significant finding; with too "
-        "few samples to detect a loss that matters it is not measurable, whatever the scores say. The dashboard score "
-        "looks at the point value of the loss under noise in all products alone."
+        "The overall risk is the higher of two levels: that of the report score and that of the worst significant "
+        "finding. Where there are too few samples to detect a loss that matters, the risk is not measurable, whatever "
+        "the scores say. The dashboard score uses only the point estimate of the loss under noise in all matrix "
+        "products."
     )
-    scores = table("risk-scores", ("score", "points", "level", "made of"), rows)
+    scores = folded(table("risk-scores", ("score", "points", "level", "terms"), rows, "Scores"), "score")
     yield Section("risk-scores", "Risk scores", (Paragraph(explained), scores))
 
 
 def _risk(name: str, risk: Risk) -> tuple[object, ...]:
     terms = [term.reason if term.points is None else f"{term.reason} (+{term.points:g})" for term in risk.terms]
     points = Cell(f"{risk.score:g}", risk.score)
-    return name, points, band(risk.level), ", ".join(terms) or "nothing counted"
+    return name, points, band(risk.level), ", ".join(terms) or "none"
 
 
 def point_rules(report: DiagnosisReport) -> Iterable[Section]:
@@ -191,14 +171,15 @@ def point_rules(report: DiagnosisReport) -> Iterable[Section]:
         return
     metric = metric_name(run_metric(report.run))
     explained = (
-        "The original method notes label a row by its point value alone. These labels are given for comparison with "
-        "their rules; they ignore the intervals, so a label here may differ from the band of the same row above, "
-        "which is the one that counts."
+        "The original method notes label a row by its point value alone. These labels are listed for comparison. They "
+        "ignore the intervals, so a label may differ from the band of the same row above; the band is the one that "
+        "counts."
     )
     blocks: list[Block] = [Paragraph(explained)]
     if rows:
         head = ("row", f"{metric} lost", "band by point value", "sensitivity score", "score band by point value")
-        blocks.append(table("point-rules", head, (_labels(name, row) for name, row in rows)))
+        labels = table("point-rules", head, (_labels(name, row) for name, row in rows), "Labels by point values")
+        blocks.append(folded(labels, "row"))
     if points:
         head = ("layers", f"{metric} lost", "severity", "neighbours", "layers in common")
         body = (
@@ -211,7 +192,8 @@ def point_rules(report: DiagnosisReport) -> Iterable[Section]:
             )
             for point in points
         )
-        blocks.append(table("point-rule-avalanches", head, body, "Avalanche points by point values"))
+        avalanches = table("point-rule-avalanches", head, body, "Avalanche points by point values")
+        blocks.append(folded(avalanches, "window"))
     yield Section("point-rules", "Point rules of the original method notes", tuple(blocks))
 
 

@@ -26,11 +26,13 @@ from noisescope.jsonform import Json, from_json, schema_of, to_json
 from noisescope.plain_text import LONG, cut, one_line
 from noisescope.plans.migration import MigrationPlan
 from noisescope.plans.precision_results import PrecisionPlan
-from noisescope.reports.document import Document, to_markdown
+from noisescope.reports.document import Document
+from noisescope.reports.markdown import to_markdown
 from noisescope.sites import NamedPlace
 
 V = TypeVar("V")
 FORMATS = ("json", "md", "html", "pdf")
+SUMMARY_FORMATS = ("md", "html", "pdf")
 TITLE = "noisescope report"
 COMMAND = "noisescope diagnose"  # the command that writes a report, where no other is named
 MOST_BLOCKS = 100_000
@@ -105,6 +107,19 @@ class DiagnosisReport(Diagnosis):
 # -- saving
 
 
+def drawn(document: Document, form: str) -> str | bytes:
+    """A document as md, html or pdf; what draws it is loaded here and not before."""
+    if form == "md":
+        return to_markdown(document)
+    if form == "html":
+        from noisescope.reports.html import to_html
+
+        return to_html(document)
+    from noisescope.reports.pdf import to_pdf
+
+    return to_pdf(document)
+
+
 class SavedReport(Mapping[str, Json], Generic[V]):
     """`value` is what was found, typed; the report itself reads as the JSON form of it.
 
@@ -140,18 +155,16 @@ class SavedReport(Mapping[str, Json], Generic[V]):
         return json.dumps(self.data, indent=1, allow_nan=False) + "\n"
 
     def to_markdown(self) -> str:
-        return to_markdown(self.document())
+        return str(drawn(self.document(), "md"))
 
     def to_html(self) -> str:
         """One file that needs nothing else."""
-        from noisescope.reports.html import to_html
-
-        return to_html(self.document())
+        return str(drawn(self.document(), "html"))
 
     def to_pdf(self) -> bytes:
-        from noisescope.reports.pdf import to_pdf
-
-        return to_pdf(self.document())
+        found = drawn(self.document(), "pdf")
+        assert isinstance(found, bytes)
+        return found
 
     def save(self, folder: str | Path, *, name: str = "report", formats: Iterable[str] | None = None) -> list[Path]:
         """Write report.json, .md, .html and .pdf (or those of `formats`) into a folder; the paths.

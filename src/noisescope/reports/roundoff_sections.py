@@ -21,8 +21,8 @@ def roundoff_sections(report: Roundoff) -> Iterable[Section]:
 
 
 _METHOD = Paragraph(
-    "Digits are -log10 of the error over the size: of a block's output vector for each token, and of all logits of a "
-    "token about their mean. The typical token has the median; 19 of 20 tokens have at least the second number.",
+    "Digits are -log10 of the relative error: of a block's output vector for each token, and of a token's logits after "
+    "subtracting their mean. The typical token has the median; 19 of 20 tokens have at least the second number.",
     "How digits are counted.",
 )
 
@@ -35,8 +35,8 @@ def roundoff_lines(found: RoundoffFound) -> list[str]:
     lines = [
         f"Two healthy systems in {band.dtype} differ by {number(expected.value)} nats per token in mean |difference| "
         f"of log-probabilities{ends}; n = {band.sequences} sequences, {band.tokens} tokens.",
-        f"On these tokens, a gap up to {number(band.high)} is round-off: a healthy pair lies above it in "
-        f"{percent(band.false_alarm)} of cases. Pairs that share kernels lie below {number(band.low)}.",
+        f"On these tokens, a gap of up to {number(band.high)} is round-off: a healthy pair exceeds it in "
+        f"{percent(band.false_alarm)} of cases. Pairs that share kernels stay below {number(band.low)}.",
     ]
     return lines + ([] if found.greedy is None else [_greedy(found.greedy)])
 

@@ -14,10 +14,11 @@ import matplotlib
 from matplotlib.ft2font import FT2Font
 
 from noisescope.plain_text import one_line
+from noisescope.reports.palette import on_paper
 
 FONTS = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
 LAST_RESORT = FONTS / "LastResortHE-Regular.ttf"  # a sign for every character; matplotlib brings it since 3.11
-INK, QUIET = "#222222", "#666666"
+INK, QUIET = on_paper("text"), on_paper("muted")
 PAD, RISE = 1.5, 0.8  # mm beside and above the text of a table's cell
 LONG = 32  # characters: a longer word may be broken in a table before the text shrinks
 # What stays on one line if it can: an interval in brackets, a number with its %, "n = 20".

@@ -33,9 +33,7 @@ from noisescope.findings.pass_fail import FAIL, PASS, UNDECIDED, Verdict, overal
 from noisescope.jsonform import from_json, to_json
 from noisescope.model.loading import Subject
 from noisescope.plans.gate_rows import DivergenceRow, GateRow, LimitRow, ScoreRow
-from noisescope.reports.document import Bar, Curve
-from noisescope.reports.figures import figure_of
-from noisescope.reports.words import estimate
+from noisescope.reports.palette import on_paper
 from noisescope.stats import Estimate
 
 if TYPE_CHECKING:
@@ -186,9 +184,20 @@ class RobustnessMonitor:
             raise InvalidInput(
                 "no checkpoint has been checked yet: call check_checkpoint(model, test_data, step) first"
             )
-        points = tuple((float(row["checkpoint_step"]), Bar("", estimate(_worst(row["full"])))) for row in self.history)
-        title, unit = "Largest accuracy loss under noise", "share of the clean accuracy"
-        return figure_of(Curve("gate-degradation", title, "step", unit, points, self.max_degradation))
+        from matplotlib.figure import Figure
+
+        found = [(float(row["checkpoint_step"]), _worst(row["full"])) for row in self.history]
+        known = [(step, loss, loss.value) for step, loss in found if loss is not None and loss.value is not None]
+        figure = Figure(figsize=(7.0, 3.0), layout="constrained")
+        axes = figure.subplots()
+        axes.plot([step for step, _, _ in known], [value for _, _, value in known], marker="o")
+        for step, loss, value in known:
+            low, high = (value if end is None else end for end in (loss.low, loss.high))
+            axes.vlines(step, low, high, color=on_paper("text"), linewidth=1)
+        axes.axhline(self.max_degradation, color=on_paper("critical"), linestyle="--", label="limit")
+        axes.set(xlabel="step", ylabel="share of the clean accuracy", title="Largest accuracy loss under noise")
+        axes.legend()
+        return figure
 
 
 def _worst(found: Row) -> Estimate | None:

@@ -1,12 +1,12 @@
 "use strict";
-// What the page can do beyond being read: themes, sorting, filters, tooltips, the keyboard.
+// What the page can do beyond being read: themes, sorting, filters, tooltips, copying, the keyboard.
 // Texts go through textContent only: nothing from the report ever becomes markup.
 (() => {
   const all = (selector, within = document) => [...within.querySelectorAll(selector)];
   const onEdit = (field, apply) => { for (const event of ["input", "change"]) field.addEventListener(event, apply); };
   const valueOf = (cell) => (cell.dataset.value === undefined ? null : Number(cell.dataset.value));
 
-  for (const element of all(".controls, .theme")) element.hidden = false;
+  for (const element of all(".controls, .theme, .copy")) element.hidden = false;
 
   // -- theme
   const root = document.documentElement;
@@ -85,6 +85,7 @@
     }
   };
   addEventListener("resize", trimStops);
+  document.addEventListener("toggle", trimStops, true); // a box that is folded away has no size
   trimStops();
 
   // -- tooltips: from title, which serves without this script; spoken when the keyboard moves
@@ -159,10 +160,37 @@
     return enter;
   };
   for (const chart of all(".chart")) {
-    const grid = [all(".shape", chart)];
+    const grid = Object.values(Object.groupBy(all(".shape", chart), (shape) => shape.dataset.row));
     const enter = roam(chart, () => grid);
-    enter(grid[0][0]);
+    if (grid.length) enter(grid[0][0]);
   }
+
+  // -- commands: copied, or selected where the clipboard is closed to a page from a file
+  for (const copy of all(".copy")) {
+    const code = copy.parentElement.querySelector("code");
+    copy.setAttribute("aria-label", `Copy: ${code.textContent}`);
+    copy.addEventListener("click", async () => {
+      let word = "Copied";
+      try {
+        await navigator.clipboard.writeText(code.textContent);
+      } catch {
+        getSelection().selectAllChildren(code);
+        if (!document.execCommand("copy")) word = "Selected";
+      }
+      copy.textContent = word;
+      status.textContent = word;
+      setTimeout(() => { copy.textContent = "Copy"; }, 2000);
+    });
+  }
+
+  // -- what is folded opens for print, and for a link or a search that leads into it
+  const folded = all("details");
+  let opened = [];
+  addEventListener("beforeprint", () => {
+    opened = folded.filter((box) => !box.open);
+    for (const box of opened) box.open = true;
+  });
+  addEventListener("afterprint", () => { for (const box of opened) box.open = false; });
 
   // -- heat map
   for (const heat of all(".heat")) {
