@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from noisescope.diagnosis.question import Question
 from noisescope.diagnosis.rows import LevelEffect
 from noisescope.diagnosis.section_types import Conclusions
 from noisescope.trials import Conditions
@@ -37,10 +38,14 @@ class DataFacts:
 
 @dataclass(frozen=True)
 class SettingsFacts:
-    """What the user chose, as far as it may change a number."""
+    """What the user chose, as far as it may change a number.
+
+    `question` is the number format that was asked about; None, and a noise scale, where noise was.
+    """
 
     perturbation: str
-    noise_scale: float
+    noise_scale: float | None
+    question: Question | None
     levels: tuple[str, ...]
     operators: tuple[str, ...]
     layer_operators: tuple[str, ...]

@@ -73,6 +73,18 @@ ADVICE: dict[str, str] = {
         "Keep these layers in 16 bits. FP16 has the finer steps, but only if the captured maximum of their "
         "activations stays well below 65504; otherwise BF16."
     ),
+    "weights": (
+        "Give these linears more bits: noisescope plan precision, with this report, chooses a format for each linear "
+        "within a budget. Smaller groups, a zero point (--asymmetric) and rounding by calibration (GPTQ, AWQ) lose less."
+    ),
+    "activations": (
+        "Leave the inputs of these linears in 16 bits, or smooth their outlier channels first: noisescope plan "
+        "smoothquant, with this report, says what that gains."
+    ),
+    "kv-cache": (
+        "Keep this part of the cache in 16 bits: noisescope plan kv-cache, with this report, chooses the layers and "
+        "writes vLLM's skip list. Calibrated scales help where keys leave the range of the format."
+    ),
     "divergence": (
         "Where two devices differ by more than 5 % (MAPE), raise the precision of the layer or smooth its outlier "
         "channels, then compare again."

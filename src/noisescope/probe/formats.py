@@ -8,8 +8,8 @@ format              scale                                                   valu
 bf16, fp16          none                                                    torch's cast there and back
 fp8_e4m3, fp8_e5m2  none, or s = a / M (M = 448, 57344) with a granularity  s * fp8(clamp(x / s, -M, M))
 int8, int4, int3    s = a / Q, Q = 2^(b-1) - 1 = 127, 7, 3                  s * clamp(round(x / s), -Q, Q)
-the same,           s = (h - l) / (2^b - 1), l = min(x, 0), h = max(x, 0),  s * (clamp(round(x / s) + z, 0, 2^b - 1) - z)
-asymmetric          z = round(-l / s)
+asymmetric int      s = (h - l) / R, R = 2^b - 1, l = min(x, 0),            s * (clamp(round(x / s) + z, 0, R) - z)
+                    h = max(x, 0), z = round(-l / s)
 mxfp4               s = 2^(floor(log2 a) - 2) as E8M0, blocks of 32         s * e2m1(x / s)
 nvfp4               s = t * e4m3((a / 6) / t), blocks of 16,                s * e2m1(x / s)
                     t = (a of the whole tensor) / (448 * 6)
@@ -18,8 +18,9 @@ nvfp4               s = t * e4m3((a / 6) / t), blocks of 16,                s * 
 All rounding is to nearest, ties to even. Sources: OCP 8-bit Floating Point Specification (OFP8) v1.0 for E4M3 and
 E5M2; OCP Microscaling Formats (MX) Specification v1.0 for E2M1, E8M0 and the MXFP4 scale; NVIDIA's documentation of
 NVFP4 for the two-level scale; with granularity "token" t is taken of each row, so that a token's value does not depend
-on the others in its batch. The zero point z of asymmetric integers is an integer, as in GPTQ, AWQ and compressed-tensors
-(llama.cpp's Q4_1 keeps l itself instead), so 0 stays 0. An NVFP4 block so small beside the tensor that its E4M3 scale rounds to 0 becomes 0.
+on the others in its batch. An NVFP4 block so small beside the tensor that its E4M3 scale rounds to 0 becomes 0. The
+zero point z of asymmetric integers is an integer, as in GPTQ, AWQ and compressed-tensors, so 0 stays 0 (llama.cpp's
+Q4_1 keeps l itself instead).
 
 Special values: NaN stays NaN and does not touch its neighbours. In fp8, int, mxfp4 and nvfp4 +-Inf becomes the largest
 value of its block, whose scale comes from the finite values alone (so next to none, when no finite value in the block
@@ -40,7 +41,7 @@ import torch
 from noisescope.errors import InvalidInput, unknown
 from noisescope.trial_id_names import registered
 
-__all__ = ["Format", "e2m1", "e8m0_scale", "quantise"]
+__all__ = ["Format", "e2m1", "e8m0_scale", "format_on", "quantise"]
 
 _ALIASES = {
     "bf16": ("bfloat16",),
@@ -61,6 +62,7 @@ _BLOCK = {"mxfp4": 32, "nvfp4": 16}
 _ELEMENT_BITS = {"bf16": 16, "fp16": 16, "fp8_e4m3": 8, "fp8_e5m2": 8}
 _ELEMENT_BITS |= {"int8": 8, "int4": 4, "int3": 3, "mxfp4": 4, "nvfp4": 4}
 _GRANULARITIES = ("tensor", "channel", "token", "group")
+WEIGHT_GROUP = 64  # weights that share a scale, in integer formats
 _E2M1_MAX = 6.0
 _E4M3_MAX = 448.0
 
@@ -126,6 +128,26 @@ class Format:
         scale = 0 if self.group_size is None else 8 if self.name in _BLOCK else 16
         scale += self.element_bits if self.asymmetric and self.group_size is not None else 0
         return self.element_bits + scale / (self.group_size or 1)
+
+
+def format_on(name: str, on: str, *, group_size: int | None = None, asymmetric: bool = False) -> Format:
+    """The format of weights, activations or a KV cache, with the scales that inference engines usually give it.
+
+    Weights: integers in groups of 64, fp8 with a scale per output channel. Activations: a scale per token, found as the
+    token comes. KV cache: integers with a scale per token and head, fp8 with none (vLLM's scale of 1). No scale is
+    shared by several tokens, so a value does not depend on what else is in the batch.
+    """
+    fmt = Format(name)
+    if fmt.name in _CAST or fmt.name == "mxfp4":
+        return fmt
+    if group_size is not None:
+        return Format(name, "group", group_size, asymmetric)
+    if on == "weights":
+        per_channel = {"fp8_e4m3": "channel", "fp8_e5m2": "channel"}
+        kind = per_channel.get(fmt.name, "group")
+        return Format(name, kind, WEIGHT_GROUP if fmt.name in _INT_MAX else fmt.group_size, asymmetric)
+    unscaled = on == "kv-cache" and fmt.name in _FP8
+    return Format(name, None if unscaled else "token", asymmetric=asymmetric)
 
 
 def quantise(tensor: torch.Tensor, fmt: Format | str, *, weight: bool = False) -> torch.Tensor:

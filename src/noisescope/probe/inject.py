@@ -13,8 +13,8 @@ from torch import nn
 from noisescope.errors import InvalidInput, NoiseRoundsAway, NothingInjected, UnsupportedModel
 from noisescope.injection import Injection
 from noisescope.model.anatomy import Anatomy, Unit
-from noisescope.probe.forward_patching import ModelScope
 from noisescope.probe.formats import Format
+from noisescope.probe.forward_patching import ModelScope
 from noisescope.probe.forward_wrapper import in_backward
 from noisescope.probe.operator_target import OperatorTarget, Target
 from noisescope.probe.tally import SiteCount, Tally

@@ -48,20 +48,25 @@ def operators(report: DiagnosisReport) -> Iterable[Section]:
     if not report.operator_analysis:
         return
     ordered = sorted(report.operator_analysis.items(), key=lambda pair: _order(pair[1]))
+    scored = report.run.settings.question is None  # a number format has no scale to divide a loss by
     rows = [
-        (name, *_loss(row), row.sensitivity_score, *_divergence(row), row.total_injections) for name, row in ordered
+        (name, *_loss(row), *((row.sensitivity_score,) if scored else ()), *_divergence(row), row.total_injections)
+        for name, row in ordered
     ]
-    head = ("operator", f"{metric_name(run_metric(report.run))} lost", "band", "sensitivity score", *KL, "injections")
+    score = ("sensitivity score",) if scored else ()
+    head = ("operator", f"{metric_name(run_metric(report.run))} lost", "band", *score, *KL, "injections")
     yield Section("operators", "Operators", (table("operators", head, rows),))
 
 
 def layers(report: DiagnosisReport) -> Iterable[Section]:
     if report.layer_analysis is not None:
-        yield from layer_sections(report.layer_analysis, metric_name(run_metric(report.run)))
+        question = report.run.settings.question
+        put_in = "" if question is None else question.name
+        yield from layer_sections(report.layer_analysis, metric_name(run_metric(report.run)), put_in)
 
 
-def layer_sections(section: LayerAnalysis, metric: str) -> Iterable[Section]:
-    """The layers and the heat map; `metric` in words."""
+def layer_sections(section: LayerAnalysis, metric: str, put_in: str = "") -> Iterable[Section]:
+    """The layers and the heat map; `metric` in words, and what was put in where that is not noise."""
     columns = (f"{metric} lost", "band")
     windows = (
         (row.layer_range, *_loss(row), _interaction(row.interaction_index), *_divergence(row))
@@ -82,7 +87,8 @@ def layer_sections(section: LayerAnalysis, metric: str) -> Iterable[Section]:
             "both."
         )
         blocks.append(Paragraph(scaled))
-    yield Section("layers", f"Layers (noise on {', '.join(section.operators)})", tuple(blocks))
+    title = f"Layers ({put_in or 'noise on ' + ', '.join(section.operators)})"
+    yield Section("layers", title, tuple(blocks))
     yield from _map(section, metric)
 
 
@@ -310,7 +316,7 @@ def _metric_rows(found: Metrics) -> Iterable[tuple[object, ...]]:
     loss_band = band_between("degradation", loss, primary.degradation_band)
     yield "relative degradation", estimate(loss, share=True, n=True), loss_band
     tolerance = band_between("noise_tolerance_index", index, primary.noise_tolerance_band)
-    yield "noise tolerance index", estimate(index, n=True), tolerance
+    yield "noise tolerance index (1 / loss)", estimate(index, n=True), tolerance
     limit = primary.critical_threshold
     if limit is not None:
         cell = Cell(limit.label, limit.value, interval=span(limit.low, limit.high), rest=f" (n = {limit.n})")

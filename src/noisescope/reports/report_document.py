@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from noisescope.comparison.roundoff import Roundoff
+from noisescope.diagnosis.question import Question
 from noisescope.diagnosis.report import Robustness, RobustnessCurve, Run
 from noisescope.diagnosis.rows import Effect
 from noisescope.findings import Finding, Risk
@@ -40,7 +41,7 @@ def document_of(report: DiagnosisReport | Robustness | Roundoff) -> Document:
         noise = f"levels {', '.join(f'{row.noise_level:g}' for row in report.robustness.levels)}"
         sections = [robustness(report.robustness, run_metric(report.run))]
     else:
-        noise = report.run.settings.perturbation
+        noise = _put_in(report.run)
         advice = (recommendations, plans.migration, plans.precision, plans.check, plans.locate)
         evidence = (analysis.operators, analysis.layers, analysis.channels, analysis.formats, analysis.metrics)
         last = (analysis.correlations, risk_scores, point_rules)
@@ -53,7 +54,16 @@ def document_of(report: DiagnosisReport | Robustness | Roundoff) -> Document:
 def facts(run: Run, noise: str) -> Iterable[tuple[str, str]]:
     yield "Model", f"{run.model.source}: {run.model.architecture}, {run.model.blocks} blocks"
     yield "Data", f"{run.data.source}, {run.data.samples} samples, {run.data.scored_tokens} scored tokens"
-    yield "Noise", f"{noise}, {counted(len(run.settings.seeds), 'seed')}"
+    if run.settings.question is not None:
+        yield "Number format", noise
+    else:
+        yield "Noise", f"{noise}, {counted(len(run.settings.seeds), 'seed')}"
+
+
+def _put_in(run: Run) -> str:
+    """What was put into the model."""
+    question = run.settings.question
+    return run.settings.perturbation if question is None else question.name
 
 
 def summary(report: DiagnosisReport) -> Iterable[Section]:
@@ -114,17 +124,21 @@ def method(run: Run, *, diverging: bool) -> Section:
     """How numbers were made; of a curve, which shows no divergence, only what concerns losses."""
     cost = run.cost
     versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
+    question = run.settings.question
+    same = ", with the same noise draws at every scale and in every window" if question is None else ""
+    score = f"The sensitivity score is the {metric_name(run_metric(run))} lost over the scale of the noise."
     losses = (
-        "Intervals are 95 %, paired on samples, with the same noise draws at every scale and in every window. Those of "
+        f"Intervals are 95 %, paired on samples{same}. Those of "
         "losses hold for all rows of a table together, so that any row may be picked; the largest is also given "
         "corrected for selection, by its size on other samples than it was picked on, which is the size that its "
         "finding states; only the lower end of its interval is corrected, since picking the largest can only inflate. "
         "Bands, avalanche points and findings are decided by these intervals; a row whose interval "
         "reaches from one band into another is borderline. p values of rows that are looked at together are corrected "
-        f"(Holm). The sensitivity score is the {metric_name(run_metric(run))} lost over the scale of the noise."
+        f"(Holm). {score if question is None else _no_scale(question)}"
     )
     divergence = (
-        "KL is the divergence of the noisy output from the clean one, in nats per token. The first number is that of a "
+        f"KL is the divergence of the {'noisy' if question is None else 'rounded'} output from the clean one, in nats "
+        "per token. The first number is that of a "
         "typical sample, the geometric mean of the middle three fifths: it ranks the rows, and no tail moves it. The "
         "mean is the average over samples, which a few of them can decide: where the tail allows no upper end, only "
         f"'at least' is given, a bound that holds for any data. Below {run.kl_floor:.0e} a KL can't be distinguished "
@@ -139,6 +153,16 @@ def method(run: Run, *, diverging: bool) -> Section:
     explained = [Paragraph(losses, "Losses.")]
     explained += [Paragraph(divergence, "Divergence.")] if diverging else []
     return Section("method", "Method", (*explained, Paragraph(_asked(run)), Paragraph(spent)))
+
+
+def _no_scale(question: Question) -> str:
+    """What a number format has not, and what stands in its place."""
+    return (
+        f"{question.name}: a number format has no scale of noise, so there is no sensitivity score, no critical "
+        "threshold and no gradient ratio; an operator is critical where its loss lies in the band CRITICAL. It draws nothing, so "
+        "one run says all. Predictions project its own rounding errors on gradients: trust their order more than their "
+        "size."
+    )
 
 
 def _asked(run: Run) -> str:
@@ -171,10 +195,15 @@ def risk_scores(report: DiagnosisReport) -> Iterable[Section]:
     explained = (
         "The risk of this report is the higher of the report score's level and its worst significant finding; with too "
         "few samples to detect a loss that matters it is not measurable, whatever the scores say. The dashboard score "
-        "looks at the point value of the loss under noise in all products alone."
+        f"looks at the point value of the loss under {_everywhere(report.run)} alone."
     )
     scores = table("risk-scores", ("score", "points", "level", "made of"), rows)
     yield Section("risk-scores", "Risk scores", (Paragraph(explained), scores))
+
+
+def _everywhere(run: Run) -> str:
+    question = run.settings.question
+    return "noise in all products" if question is None else f"{question.name} in all blocks"
 
 
 def _risk(name: str, risk: Risk) -> tuple[object, ...]:
@@ -198,7 +227,8 @@ def point_rules(report: DiagnosisReport) -> Iterable[Section]:
     blocks: list[Block] = [Paragraph(explained)]
     if rows:
         head = ("row", f"{metric} lost", "band by point value", "sensitivity score", "score band by point value")
-        blocks.append(table("point-rules", head, (_labels(name, row) for name, row in rows)))
+        columns = len(head) if report.run.settings.question is None else 3  # a number format has no score
+        blocks.append(table("point-rules", head[:columns], (_labels(name, row)[:columns] for name, row in rows)))
     if points:
         head = ("layers", f"{metric} lost", "severity", "neighbours", "layers in common")
         body = (
