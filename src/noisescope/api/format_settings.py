@@ -58,8 +58,8 @@ def _refuse_packed(subject: Subject) -> None:
     if packed:
         more = f" and {len(packed) - 1} more" if len(packed) > 1 else ""
         raise UnsupportedModel(
-            f"{packed[0].module} is a {packed[0].packed} whose weight is packed{more}, in a number format already. Ask of "
-            "the checkpoint before quantisation, or of --on activations or kv-cache"
+            f"{packed[0].module} is a {packed[0].packed} whose weight is packed{more}, in a number format already. Ask "
+            "of the checkpoint before quantisation, or of --on activations or kv-cache"
         )
 
 

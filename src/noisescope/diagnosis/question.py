@@ -67,6 +67,12 @@ class Question:
         return [f"one scale per {shared.get(self.granularity, self.granularity)}"]
 
     @property
+    def phrase(self) -> str:
+        """For the middle of a sentence: "int4 weights (groups of 64)"."""
+        details = [*(["asymmetric"] if self.asymmetric else []), *self._scales()]
+        return f"{self.rounded} ({', '.join(details)})" if details else self.rounded
+
+    @property
     def rounded(self) -> str:
         """As the subject of a sentence, in the plural: "keys and values in int8"."""
         return _ROUNDED[self.on].format(self.format)

@@ -66,7 +66,8 @@ def _advice(context: StudyContext, found: Sections, finding: Finding) -> str:
     if target.kind == "channels":
         return "Find where the numbers leave the range of the dtype: noisescope locate MODEL names the first operator."
     if context.settings.question is not None:
-        return ADVICE[context.settings.on]
+        outside = target.kind == "place" and context.settings.on == "weights"
+        return ADVICE["weights outside" if outside else context.settings.on]
     if target.kind == "operator":
         return operator_advice(target.operators[0])
     if target.kind == "cell":
@@ -112,7 +113,7 @@ def plain_words(
 ) -> PlainWords:
     """Up to three short paragraphs; every number in them is elsewhere in the report with its interval."""
     question = context.settings.question
-    meaning = _MEANING[level] if question is None else _FORMAT_MEANING[level].format(question.name)
+    meaning = _MEANING[level] if question is None else _FORMAT_MEANING[level].format(question.phrase)
     risk = f"{meaning} {_loss(context, found)}".strip()
     if level == NOT_MEASURABLE:
         return PlainWords(risk, next_step, _success(context, found))
@@ -154,7 +155,7 @@ def _loss(context: StudyContext, found: Sections) -> str:
         return ""
     question, scale = context.settings.question, context.settings.scale
     if question is not None:
-        errors = f"{question.name} in all blocks"
+        errors = f"{question.phrase} in all blocks"
     else:
         assert scale is not None
         errors = f"errors of {percent(scale, 0)} in its matrix products"
@@ -294,7 +295,7 @@ def next_step(context: StudyContext, found: Sections, ranked: Sequence[Finding])
         place = next((finding.component for finding in ranked if finding.target.places), None)
         where = urgent.component if urgent.target.places or place is None else f"{urgent.component}, {place} first,"
         if context.settings.question is not None:
-            return f"{_PROTECT[context.settings.on].format(where)}."
+            return _PROTECT[context.settings.on].format(where)
         return f"Validate {where} on the target hardware; the recommendations say what to check."
     rows: list[Effect] = [row for row in (found.operator_analysis or {}).values() if row.evidence != "absent"]
     rows += found.layer_analysis.windows if found.layer_analysis is not None else ()
@@ -306,8 +307,8 @@ def next_step(context: StudyContext, found: Sections, ranked: Sequence[Finding])
     if whole is not None and whole.size is not None and whole.size.value is not None and ranked:
         lost, first = percent(whole.size.value), ranked[0].component
         if question is not None:
-            protect = _PROTECT[question.on].format(first)
-            return f"{question.name} in all blocks together cost {lost}. {protect}."
+            inside = next((finding.component for finding in ranked if finding.target.layers), first)
+            return f"In all blocks together, {question.rounded} cost {lost}. {_PROTECT[question.on].format(inside)}"
         return f"Noise in all layers together costs {lost}; validate {first} on the target hardware first."
     if not any(row.injected for row in rows):
         return "No noise was injected into operators or layers: choose --level and --operators that the model has."
@@ -316,7 +317,7 @@ def next_step(context: StudyContext, found: Sections, ranked: Sequence[Finding])
         return "No loss is significant with so few samples: raise --samples."
     if question is not None:
         first = f" Rounding moves the output furthest in {ranked[0].component}." if ranked else ""
-        return f"No rated loss with {question.name}; {percent(smallest)} would have been detected.{first}"
+        return f"No rated loss with {question.phrase}; {percent(smallest)} would have been detected.{first}"
     first = f" Validate {ranked[0].component} first: noise there moves the output furthest." if ranked else ""
     return f"No rated loss at this noise scale; {percent(smallest)} in one operator would have been detected.{first}"
 

@@ -75,7 +75,11 @@ ADVICE: dict[str, str] = {
     ),
     "weights": (
         "Give these linears more bits: noisescope plan precision, with this report, chooses a format for each linear "
-        "within a budget. Smaller groups, a zero point (--asymmetric) and rounding by calibration (GPTQ, AWQ) lose less."
+        "within a budget. Smaller groups, a zero point (--asymmetric) and calibrated rounding (GPTQ, AWQ) lose less."
+    ),
+    "weights outside": (
+        "Leave embeddings and lm_head in 16 bits, as quantisers do by default: no plan rounds them, and the loss of "
+        "the whole model does not hold them."
     ),
     "activations": (
         "Leave the inputs of these linears in 16 bits, or smooth their outlier channels first: noisescope plan "

@@ -44,6 +44,7 @@ LOCATE_METHODS = ("auto", "audit", "relations", "replay", "scans", "srdd", "fing
 GRANULARITIES = ("module", "layer")
 NARROWEST_BITS, WIDEST_BITS = 3, 16  # of the number formats that are scored: int3 and bf16
 TOOLS = ("llm-compressor", "modelopt", "autoround", "torchao", "json")
+CACHE_TOOLS = ("vllm", "json")
 TARGETS = ("W8A8", "W4A16", "W4A4")
 REPORT_FORMATS = ("json", "md", "html", "pdf")
 TEMPLATES = ("github", "gitlab")

@@ -32,7 +32,7 @@ from noisescope.stats import Estimate
 
 WORST = 10  # rows of a table that only shows the worst
 KL = ("KL injected", "KL predicted", "evidence")
-STAR = "injected; without a star predicted by the Fisher screen, on the scale of injected cells"
+STAR = "injected; without a star predicted by the screen, on the scale of injected cells"
 _PAIRS = {
     "hessian_sensitivity": "Hessian trace and sensitivity",
     "outliers_sensitivity": "outlier channels and sensitivity",
@@ -316,7 +316,7 @@ def _metric_rows(found: Metrics) -> Iterable[tuple[object, ...]]:
     loss_band = band_between("degradation", loss, primary.degradation_band)
     yield "relative degradation", estimate(loss, share=True, n=True), loss_band
     tolerance = band_between("noise_tolerance_index", index, primary.noise_tolerance_band)
-    yield "noise tolerance index (1 / loss)", estimate(index, n=True), tolerance
+    yield "noise tolerance index", estimate(index, n=True), tolerance
     limit = primary.critical_threshold
     if limit is not None:
         cell = Cell(limit.label, limit.value, interval=span(limit.low, limit.high), rest=f" (n = {limit.n})")

@@ -159,9 +159,9 @@ def _no_scale(question: Question) -> str:
     """What a number format has not, and what stands in its place."""
     return (
         f"{question.name}: a number format has no scale of noise, so there is no sensitivity score, no critical "
-        "threshold and no gradient ratio; an operator is critical where its loss lies in the band CRITICAL. It draws nothing, so "
-        "one run says all. Predictions project its own rounding errors on gradients: trust their order more than their "
-        "size."
+        "threshold and no gradient ratio; an operator is critical where its loss lies in the band CRITICAL. It draws "
+        "nothing, so one seed is enough. Predictions project its own rounding errors on gradients: trust their order "
+        "more than their size."
     )
 
 
@@ -203,7 +203,7 @@ def risk_scores(report: DiagnosisReport) -> Iterable[Section]:
 
 def _everywhere(run: Run) -> str:
     question = run.settings.question
-    return "noise in all products" if question is None else f"{question.name} in all blocks"
+    return "noise in all products" if question is None else f"{question.phrase} in all blocks"
 
 
 def _risk(name: str, risk: Risk) -> tuple[object, ...]:
