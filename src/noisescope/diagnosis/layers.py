@@ -48,10 +48,13 @@ def place_injection(context: StudyContext, place: str) -> Injection:
     """
     if context.settings.question is None:
         return context.injection(places=frozenset({place}), operators=None)
-    operators = frozenset(_ROUNDED_OUTSIDE[context.settings.on])
+    rounded = [site for site in context.default_sites if site.operator in _ROUNDED_OUTSIDE[context.settings.on]]
     if place == "lm_head" and context.tied and context.settings.on == "weights":
-        return context.injection(places=frozenset({"embed", place}), operators=operators, modules=context.tied)
-    return context.injection(places=frozenset({place}), operators=operators)
+        both = frozenset({"embed", place})
+        operators = frozenset(site.operator for site in rounded if site.module in context.tied)
+        return context.injection(places=both, operators=operators, modules=context.tied)
+    here = frozenset(site.operator for site in rounded if site.place == place)
+    return context.injection(places=frozenset({place}), operators=here)
 
 
 def cell_injection(context: StudyContext, block: int, operator: str) -> Injection:

@@ -45,7 +45,6 @@ class SettingsFacts:
 
     perturbation: str
     noise_scale: float | None
-    question: Question | None
     levels: tuple[str, ...]
     operators: tuple[str, ...]
     layer_operators: tuple[str, ...]
@@ -58,6 +57,7 @@ class SettingsFacts:
     target_degradation: float
     highest_scale: float
     probes: int
+    question: Question | None = None
 
 
 @dataclass(frozen=True)
