@@ -7,7 +7,7 @@ enough.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from noisescope.options.fields import FORMATS_ON, OUTPUTS
 from noisescope.sites import CACHED
@@ -43,9 +43,8 @@ class Question:
         """None for noise."""
         if on not in FORMATS_ON:
             return None
-        named = next(name for name in ("weights", "activations", "kv-cache") if name == on)
         fmt = perturbation
-        return cls(fmt.name, named, fmt.granularity, fmt.group_size, fmt.asymmetric)
+        return cls(fmt.name, cast(On, on), fmt.granularity, fmt.group_size, fmt.asymmetric)
 
     @property
     def short(self) -> str:

@@ -11,6 +11,11 @@ _ACCUMULATE = (
     "Look at the longest sums first (inner size above 4096): rounding error grows with the number of terms."
 )
 
+_CACHE = (
+    "Keep this part of the cache in 16 bits: noisescope plan kv-cache, with this report, chooses the layers and writes "
+    "vLLM's skip list. Calibrated scales help where keys leave the range of the format."
+)
+
 ADVICE: dict[str, str] = {
     "softmax": (
         "Check the device's exp (table or polynomial) against float64 over the range the scores really take, and "
@@ -85,10 +90,7 @@ ADVICE: dict[str, str] = {
         "Leave the inputs of these linears in 16 bits, or smooth their outlier channels first: noisescope plan "
         "smoothquant, with this report, says what that gains."
     ),
-    "kv-cache": (
-        "Keep this part of the cache in 16 bits: noisescope plan kv-cache, with this report, chooses the layers and "
-        "writes vLLM's skip list. Calibrated scales help where keys leave the range of the format."
-    ),
+    **dict.fromkeys(("kv-cache", "kv_cache", "keys", "values"), _CACHE),
     "divergence": (
         "Where two devices differ by more than 5 % (MAPE), raise the precision of the layer or smooth its outlier "
         "channels, then compare again."

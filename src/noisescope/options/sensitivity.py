@@ -63,14 +63,14 @@ class DiagnoseOptions(MeasuringOptions, ExecutionOptions, LoadingOptions, FileOp
         None,
         "What is perturbed. activations are the inputs of linears; kv-cache is keys after rotation, and values.",
         choices=(OUTPUTS, *FORMATS_ON),
+        word="target",
         default_text="outputs; weights for a number format",
     )
     group_size: int | None = option(
         None,
-        "With a number format: neighbouring numbers that share a scale.",
+        "With a number format: neighbouring numbers that share one scale.",
         least=1,
-        default_text="weights: 64 in integers, one scale per output channel in fp8; activations: one scale per token; "
-        "kv-cache: one per token and head in integers, none in fp8",
+        default_text="weights 64 (fp8: an output channel); activations a token; kv-cache a token and head (fp8: no scale)",
     )
     asymmetric: bool = option(False, "With int8 and int4: a zero point beside each scale.")
     operators: tuple[str, ...] | None = option(
