@@ -189,14 +189,17 @@ def test_reports_name_the_format_and_no_noise(reports: dict[str, ns.Report]) -> 
         "activations": ("int8 activations, one scale per token", "int8 inputs of linears here"),
         "kv-cache": ("int4 KV cache, one scale per token and head", "keys and values in int4 here"),
     }
+    found_any = 0
     for on, (name, subject) in names.items():
         found = reports[on].diagnosis
         text = to_markdown(document_of(found))
         assert f"**Number format**: {name}" in text and f"## Layers ({name})" in text
         assert "sensitivity score |" not in text and "% noise" not in text and "Gaussian" not in text
         statements = [finding.statement for finding in found.findings if finding.unit in ("share", "nats")]
-        assert statements and all(statement.startswith(subject) for statement in statements)
+        assert all(statement.startswith(subject) for statement in statements)
         assert not any("noise" in finding.statement for finding in found.findings)
+        found_any += len(statements)
+    assert found_any
 
 
 def test_a_cache_is_split_into_keys_and_values(reports: dict[str, ns.Report]) -> None:

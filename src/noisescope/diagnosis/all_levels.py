@@ -52,7 +52,7 @@ def conclude(context: StudyContext, results: Results, notes: Sequence[str] = ())
     found = _sections(context, results, _usable(screened))
     excess = functools.partial(_excess, StudyResults(context, results))
     ranked = ranked_findings(found, excess, context.settings.words)
-    wanted = recommendations(context, found, ranked)
+    wanted = recommendations(found, ranked, context.settings.on)
     limits = could_not_see(context, found, notes)
     if screened is not None and screened.error:
         limits.insert(0, f"the screen failed, so nothing was predicted: {screened.error}")

@@ -31,15 +31,16 @@ from noisescope.findings import (
 from noisescope.findings.finding import Urgency, counted
 from noisescope.findings.risk_scores import higher_level
 from noisescope.findings.thresholds import RiskLevel
+from noisescope.options.fields import OUTPUTS
 
 FAR = 2 * STANDS_OUT  # times the nats of the median layer: look here first, though no loss was significant
 
 
-def recommendations(context: StudyContext, found: Sections, ranked: list[Finding]) -> list[Recommendation]:
+def recommendations(found: Sections, ranked: list[Finding], on: str = OUTPUTS) -> list[Recommendation]:
     """One for each finding about a place, an operator or a module with outlier channels."""
     typical = typical_nats(found.layer_analysis)
     return by_priority(
-        Recommendation(priority, finding.component, finding.statement, _advice(context, found, finding))
+        Recommendation(priority, finding.component, finding.statement, _advice(found, finding, on))
         for finding in ranked
         if (priority := _priority(found, finding, typical)) is not None
     )
@@ -59,15 +60,14 @@ def _priority(found: Sections, finding: Finding, typical: float) -> Urgency | No
     return None
 
 
-def _advice(context: StudyContext, found: Sections, finding: Finding) -> str:
+def _advice(found: Sections, finding: Finding, on: str) -> str:
     target = finding.target
     if finding.unit == "ratio":
         return f"{outlier_advice()} For W8A8: {outlier_advice('W8A8')}"
     if target.kind == "channels":
         return "Find where the numbers leave the range of the dtype: noisescope locate MODEL names the first operator."
-    if context.settings.question is not None:
-        outside = target.kind == "place" and context.settings.on == "weights"
-        return ADVICE["weights outside" if outside else context.settings.on]
+    if on != OUTPUTS:
+        return ADVICE["weights outside" if target.kind == "place" and on == "weights" else on]
     if target.kind == "operator":
         return operator_advice(target.operators[0])
     if target.kind == "cell":

@@ -70,7 +70,7 @@ class DiagnoseOptions(MeasuringOptions, ExecutionOptions, LoadingOptions, FileOp
         None,
         "With a number format: neighbouring numbers that share one scale.",
         least=1,
-        default_text="weights 64 (fp8: an output channel); activations a token; kv-cache a token and head (fp8: no scale)",
+        default_text="weights 64 (fp8: an output channel); activations a token; kv-cache a head (fp8: no scale)",
     )
     asymmetric: bool = option(False, "With int8 and int4: a zero point beside each scale.")
     operators: tuple[str, ...] | None = option(
