@@ -101,5 +101,5 @@ def test_the_command_writes_the_list(report: ns.Report, tmp_path: Path) -> None:
         app, ["plan", "kv-cache", str(tmp_path), "--keep-layers", "1", "--export", "vllm", "-o", str(file)]
     )
     assert ran.exit_code == 0, ran.output
-    assert "int4 KV cache, one scale per token and head: 1 layer of 4 keep 16 bits" in ran.output
+    assert "int4 KV cache, one scale per token and head: 1 of 4 layers keep 16 bits" in ran.output
     assert json.loads(file.read_text())["kv_cache_dtype"] == "int4_per_token_head"

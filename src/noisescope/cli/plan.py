@@ -221,9 +221,8 @@ def plan_kv_cache(options: KvCacheOptions) -> None:
 
 def print_kv_cache(plan: api.plans.KvCachePlan) -> None:
     """The layers that are kept and why, and what was measured."""
-    layers, words = api.reports.counted(len(plan.kept), "layer"), api.reports.words
-    named = f": {', '.join(map(str, plan.kept))}" if plan.kept else ""
-    say(f"{plan.question.name}: {layers} of {len(plan.layers)} keep 16 bits{named}")
+    words, named = api.reports.words, f": {', '.join(map(str, plan.kept))}" if plan.kept else ""
+    say(f"{plan.question.name}: {len(plan.kept)} of {len(plan.layers)} layers keep 16 bits{named}")
     left = f"{plan.nats_left:.3g} of {plan.nats_all:.3g} nats per token are left"
     say(f"  {left} (the sum of what each rounded layer costs by itself)")
     for row in plan.layers[:MOST_MODULES]:
