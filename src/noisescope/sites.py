@@ -18,6 +18,7 @@ OuterPlace = Literal["embed", "rotary", "final_norm", "lm_head"]
 NamedPlace = int | OuterPlace  # a place as reports have it, every name checked
 
 OPERATORS = ("linear", "matmul", "bmm", "softmax", "silu", "gelu", "norm", "embedding", "residual")
+CACHED = ("keys", "values")  # what attention reads of every token, keys after rotation: a KV cache stores these
 FUSED = "attention"  # a fused attention call as a whole, where it is reported by itself; as a group it is another thing
 WHOLE = "module"  # a call of a module that is not an operator, reported as a whole
 ELEMENTWISE = "elementwise"  # adds, products, casts and copies, where a device gets them wrong wherever they occur
@@ -35,6 +36,7 @@ ALIASES = {
     "embed": "embedding",
     "fc": "linear",
     "dense": "linear",
+    "kv-cache": "kv_cache",
 }
 
 # A group is operators within a component of a block; component None means anywhere.
@@ -42,6 +44,7 @@ GROUPS: dict[str, tuple[frozenset[str], str | None]] = {
     "gemm": (frozenset({"linear", "matmul", "bmm"}), None),
     "attention": (frozenset({"matmul", "bmm", "softmax"}), "attention"),
     "mlp": (frozenset({"linear", "matmul", "bmm", "silu", "gelu"}), "mlp"),
+    "kv_cache": (frozenset(CACHED), "attention"),
 }
 
 
@@ -49,8 +52,8 @@ def canonical_operator(name: str) -> str:
     """The one printed name of an operator or group: `canonical_operator("RMS_Norm") == "norm"`."""
     key = str(name).strip().lower()
     key = ALIASES.get(key, key)
-    if key not in OPERATORS and key not in GROUPS:
-        raise unknown("operator", name, [*OPERATORS, *GROUPS, *ALIASES])
+    if key not in OPERATORS and key not in CACHED and key not in GROUPS:
+        raise unknown("operator", name, [*OPERATORS, *CACHED, *GROUPS, *ALIASES])
     return key
 
 
@@ -109,9 +112,12 @@ class Site:
 
 
 def matches_operator(wanted: Iterable[str] | None, operator: str, component: str) -> bool:
-    """Whether an operator in a component is among the wanted operators and groups (None = all)."""
+    """Whether an operator in a component is among the wanted operators and groups.
+
+    None means all that compute something: keys and values are stored, and have to be named.
+    """
     if wanted is None:
-        return True
+        return operator not in CACHED
     for name in wanted:
         if name in GROUPS:
             members, within = GROUPS[name]

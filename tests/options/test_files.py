@@ -56,7 +56,10 @@ def written(folder: Path, text: str) -> Path:
     return file
 
 
+FORMAT = {"perturbation", "on", "group_size", "asymmetric"}
 VALUES: dict[str, st.SearchStrategy[Any]] = {
+    "perturbation": st.sampled_from(["int4", "int8"]),
+    "on": st.sampled_from(["weights", "activations", "kv-cache"]),
     "level": st.lists(st.sampled_from(["operator", "layer", "channel"]), min_size=1, unique=True),
     "operators": st.lists(st.sampled_from(["softmax", "norm", "gemm"]), min_size=1, unique=True),
     "effort": st.sampled_from(["screen", "standard", "full"]),
@@ -80,7 +83,9 @@ BY_KIND: dict[type, st.SearchStrategy[Any]] = {
 @st.composite
 def options(draw: st.DrawFn) -> dict[str, Any]:
     """Any subset of the options with values that they allow."""
-    chosen = draw(st.sets(st.sampled_from(sorted(set(KEYS) - {"model", *WIDEN_TRUST}))))
+    chosen = draw(st.sets(st.sampled_from(sorted(set(KEYS) - {"model", *WIDEN_TRUST, *FORMAT}))))
+    if draw(st.booleans()):  # a number format has no noise scale and no operators
+        chosen = (chosen - {"noise_scale", "operators"}) | FORMAT
     return {name: draw(VALUES.get(name, BY_KIND[KEYS[name].kind])) for name in ["model", *sorted(chosen)]}
 
 
@@ -271,3 +276,15 @@ def test_what_a_file_and_options_say_together_names_the_key(tmp_path: Path) -> N
     file.write_text("method: audit\nfailure: .\n")
     said = CliRunner().invoke(app, ["locate", "demo", "--config", str(file)]).output
     assert f"failure (in {file}) is for the method fingerprint" in said and len(said.splitlines()) == 1
+
+
+def test_a_bare_on_is_an_option_and_no_boolean(tmp_path: Path) -> None:
+    """YAML 1.1 reads the key `on` as true."""
+    file = tmp_path / "run.yaml"
+    file.write_text("perturbation: int4\non: kv-cache\ngroup_size: 32\nasymmetric: true\n")
+    assert read_file(file, DiagnoseOptions) == {
+        "perturbation": "int4",
+        "on": "kv-cache",
+        "group_size": 32,
+        "asymmetric": True,
+    }

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from noisescope.errors import InvalidInput
-from noisescope.probe.formats import Format, e2m1, e8m0_scale, quantise
+from noisescope.probe.formats import Format, e2m1, e8m0_scale, format_on, quantise
 
 INF, NAN = math.inf, math.nan
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]  # OCP MX v1.0, table of FP4 values, codes 0..7
@@ -522,3 +522,51 @@ def test_tensors_without_floating_point_are_refused(dtype: torch.dtype) -> None:
     for fmt in EVERY:
         with pytest.raises(InvalidInput, match=f"floating-point tensor, got dtype {dtype}"):
             quantise(torch.zeros(4).to(dtype), fmt)
+
+
+# -- zero points, and scales that belong to one token
+
+
+@pytest.mark.parametrize("bits", [3, 4, 8])
+def test_asymmetric_integers_by_the_plain_formula(bits):
+    """Group by group in a loop: s = (h - l) / (2^b - 1), z = round(-l / s), 0 inside the range."""
+    generator = torch.Generator().manual_seed(bits)
+    x = torch.randn(5, 24, generator=generator) + torch.tensor([3.0, -3.0, 0.0, 0.1, 0.0])[:, None]
+    x[4] = 0.0
+    found = quantise(x, Format(f"int{bits}", "group", 8, asymmetric=True))
+    for row in range(5):
+        for start in range(0, 24, 8):
+            group = x[row, start : start + 8].double()
+            low, high = min(float(group.min()), 0.0), max(float(group.max()), 0.0)
+            scale = (high - low) / (2**bits - 1) or 1.0
+            zero = round(-low / scale)
+            q = [min(max(round(float(v) / scale) + zero, 0), 2**bits - 1) for v in group]
+            wanted = torch.tensor([(one - zero) * scale for one in q])
+            torch.testing.assert_close(found[row, start : start + 8], wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_a_zero_point_helps_where_values_lean_to_one_side():
+    x = torch.rand(4, 64, generator=torch.Generator().manual_seed(0)) + 0.5
+    symmetric, leaning = (quantise(x, Format("int4", "group", 64, asymmetric=a)) - x for a in (False, True))
+    assert leaning.square().mean() < symmetric.square().mean()
+    assert Format("int4", "group", 64, asymmetric=True).bits() == 4 + (16 + 4) / 64
+    with pytest.raises(InvalidInput, match="no zero point"):
+        Format("fp8_e4m3", "token", asymmetric=True)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "fp8_e4m3", "fp8_e5m2", "mxfp4", "nvfp4", "bf16"])
+@pytest.mark.parametrize("on", ["activations", "kv-cache"])
+def test_a_token_is_rounded_alike_in_every_batch(name, on):
+    fmt = format_on(name, on)
+    x = torch.randn(3, 7, 48, generator=torch.Generator().manual_seed(1)) * torch.logspace(-2, 2, 3)[:, None, None]
+    together = quantise(x, fmt)
+    assert all(torch.equal(together[i, t], quantise(x[i, t], fmt)) for i in range(3) for t in range(7))
+
+
+def test_the_scales_that_a_format_gets_by_default():
+    assert format_on("int4", "weights") == Format("int4", "group", 64)
+    assert format_on("fp8_e4m3", "weights") == Format("fp8_e4m3", "channel")
+    assert format_on("nvfp4", "weights") == Format("nvfp4") != format_on("nvfp4", "kv-cache")
+    assert format_on("int8", "activations", asymmetric=True) == Format("int8", "token", asymmetric=True)
+    assert format_on("fp8_e4m3", "kv-cache") == Format("fp8_e4m3") and format_on("bf16", "weights") == Format("bf16")
+    assert format_on("fp8_e4m3", "kv-cache", group_size=64) == Format("fp8_e4m3", "group", 64)

@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from noisescope.api.experiments import phases as phases
     from noisescope.api.gates import gate as gate
     from noisescope.api.plan_trials import plan_smoothquant as plan_smoothquant
+    from noisescope.api.plan_trials import verify_kv_cache as verify_kv_cache
     from noisescope.api.plan_trials import verify_precision as verify_precision
+    from noisescope.api.plans import plan_kv_cache as plan_kv_cache
     from noisescope.api.plans import plan_precision as plan_precision
     from noisescope.api.preparation import prepare as prepare
     from noisescope.api.preparation import prepare_diagnosis as prepare_diagnosis
@@ -47,8 +49,8 @@ _LAZY = {
     "api.gates": ("gate",),
     "api.inspection": (),
     "api.locate_simulated": (),
-    "api.plan_trials": ("plan_smoothquant", "verify_precision"),
-    "api.plans": ("plan_precision",),
+    "api.plan_trials": ("plan_smoothquant", "verify_kv_cache", "verify_precision"),
+    "api.plans": ("plan_kv_cache", "plan_precision"),
     "api.preparation": ("prepare", "prepare_diagnosis"),
     "api.records": ("record", "save_activations"),
     "api.reports": (),

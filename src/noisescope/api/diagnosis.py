@@ -37,11 +37,13 @@ def diagnose(subject: Subject, options: DiagnoseOptions) -> Report:
         report = ns.diagnose(ns.load("demo"))
         report.save("out/")
 
+    With `perturbation="int4"` and the like, what rounding weights, activations or the KV cache (`on`) costs instead.
     With `output` results are stored there as they come, and the same call resumes.
     """
     run, found = prepare_diagnosis(subject, options=options).run(all_levels, options)
     diagnosis = DiagnosisReport.from_diagnosis(Diagnosis.of(run, found))
-    if diagnosis.layer_analysis is not None and any(row.nats for row in diagnosis.layer_analysis.layers):
+    by_noise = run.settings.question is None
+    if by_noise and diagnosis.layer_analysis is not None and any(row.nats for row in diagnosis.layer_analysis.layers):
         diagnosis = replace(diagnosis, migration_plan=rank_places(diagnosis))
     return _kept(Report(diagnosis), options.output)
 

@@ -50,7 +50,7 @@ def gate(subject: Subject, options: GateOptions) -> GateResult:
         subject,
         GateBaselineOptions(
             data=find_data(report) if options.data is None else options.data,
-            noise_scale=run.settings.noise_scale,
+            noise_scale=run.settings.noise_scale or 0.0,
             metric=before.metric,
             generate=run.data.measure == "generate",
             seeds=before.seeds if options.seeds is None else options.seeds,
@@ -132,10 +132,10 @@ def _kept(report: Diagnosis) -> GateNumbers:
     """The baseline's own numbers; refused where there are none, or where they are of another noise."""
     if report.gate is None:
         raise InvalidInput(
-            "this report has no numbers for a gate: it was made with a metric of your own, or without the operator "
-            "level. Make the baseline again: noisescope diagnose MODEL -o baseline"
+            "this report has no numbers for a gate: it is of a number format, was made with a metric of your own, or "
+            "without the operator level. Make the baseline again: noisescope diagnose MODEL -o baseline"
         )
-    noise = repr(Gaussian(report.run.settings.noise_scale))
+    noise = repr(Gaussian(report.run.settings.noise_scale or 0.0))
     if report.gate.noise != noise:
         raise InvalidInput(f"a gate repeats {noise}, and this baseline was measured under {report.gate.noise}")
     return report.gate

@@ -20,6 +20,7 @@ from noisescope.diagnosis.effects import divergence, ratio
 from noisescope.diagnosis.report import Diagnosis
 from noisescope.errors import InvalidInput
 from noisescope.findings.finding import counted
+from noisescope.injection import Injection
 from noisescope.measures.format_costs import UNTOUCHED, is_planned, plan_injection
 from noisescope.measures.smoothquant import W8A8, Smoothed, rounded_kl, smooth
 from noisescope.model.anatomy import linear_weight
@@ -27,14 +28,16 @@ from noisescope.model.fingerprint import model_fingerprint
 from noisescope.model.forwards import input_device
 from noisescope.model.loading import Subject
 from noisescope.options.base import takes_options
-from noisescope.options.plans import SmoothquantOptions, VerifyOptions
+from noisescope.options.plans import KvCacheOptions, SmoothquantOptions, VerifyOptions
 from noisescope.options.shared import ExecutionOptions, ScoringOptions
 from noisescope.plans import precision, precision_results
 from noisescope.plans.gate import refuse_architecture
+from noisescope.plans.kv_cache import CarriedOut, KvCachePlan, rivals
 from noisescope.plans.precision import Module, Plan, modules_of
 from noisescope.plans.precision_results import NamedPlan, PlanData, PlanRow, PlanScores, PrecisionPlan, Verification
 from noisescope.plans.smoothing import BeforeAndAfter, FoldRow, recommendations
 from noisescope.plans.smoothing import SmoothingPlan as SmoothingPlan
+from noisescope.probe.formats import Format
 from noisescope.probe.noise import Gaussian
 from noisescope.reports.report_file import Report, diagnosis_of
 
@@ -84,6 +87,41 @@ def add_precision_plan(
     plan = plan_precision(report, average_bits=average_bits)
     measured = verify_precision(subject, report, plan, random=random, samples=samples)
     return Report(replace(report.diagnosis, precision_plan=precision_results.without_random(measured)))
+
+
+@takes_options(KvCacheOptions, "data")
+def verify_kv_cache(
+    subject: Subject, report: Report | Diagnosis, plan: KvCachePlan, options: KvCacheOptions
+) -> KvCachePlan:
+    """The plan carried out: its KL and score beside every layer rounded, and first and last layers kept instead."""
+    found, asked = diagnosis_of(report), plan.question
+    check_model(found, subject)
+    given = find_data(found) if options.data is None else options.data
+    held_out, seen_before = _held_out(given, found.run.data.samples, options.samples)
+    count = options.samples
+    scoring = ScoringOptions(data=held_out, samples=count, max_tokens=options.max_tokens, slice=count)
+    prepared = prepare_run(subject, scoring, Settings(Gaussian(0.05), levels=("layer",), seeds=(0,)))
+    fmt = Format(asked.format, asked.granularity, asked.group_size, asked.asymmetric)
+    chosen = rivals(plan)
+    run, verified = prepared.run(Verification({name: _cache_injection(fmt, plan, k) for name, k in chosen.items()}),
+                                 ExecutionOptions())  # fmt: skip
+    own = verified.plans["plan"]
+    rows = tuple(
+        CarriedOut(name, kept, one.divergence, one.score, one.clean_score, None if name == "plan" else one.over(own))
+        for name, kept in chosen.items()
+        for one in [verified.plans[name]]
+    )
+    notes = (*plan.notes, *other_weights_note(found, run.model.fingerprint), *seen_before, *verified.could_not_see)
+    data = PlanData(run.data.samples, run.data.scored_tokens, run.data.fingerprint)
+    return replace(plan, rows=rows, data=data, notes=notes)
+
+
+def _cache_injection(fmt: Format, plan: KvCachePlan, kept: Sequence[int]) -> Injection | None:
+    """Keys and values rounded in all other layers; None where none is left."""
+    rounded = frozenset(row.layer for row in plan.layers) - frozenset(kept)
+    if not rounded:
+        return None
+    return Injection(fmt, operators=frozenset({"kv_cache"}), layers=rounded, phases=frozenset({"forward"}))
 
 
 def _rivals(found: Diagnosis, modules: Sequence[Module], plan: Plan) -> Iterator[NamedPlan]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from noisescope.api.format_settings import format_settings, tied_modules
 from noisescope.api.reports import end_facts
 from noisescope.api.run_cost import Cost, estimate
 from noisescope.data import tokens
@@ -24,7 +25,7 @@ from noisescope.model.fingerprint import model_fingerprint
 from noisescope.model.forwards import device_name
 from noisescope.model.loading import Subject, load
 from noisescope.options.base import takes_options
-from noisescope.options.fields import DEFAULT_OPERATORS
+from noisescope.options.fields import DEFAULT_OPERATORS, GAUSSIAN
 from noisescope.options.sensitivity import DiagnoseOptions
 from noisescope.options.shared import (
     DeviceOptions,
@@ -146,12 +147,17 @@ def chance_of(test: Material, found: DataSet | None, metric: str) -> float:
 @takes_options(DiagnoseOptions, "data")
 def prepare_diagnosis(subject: Subject, options: DiagnoseOptions) -> Prepared:
     """A diagnosis ready to run, or to say what it would cost."""
+    on, noise = options.format_on, options.perturbation
+    chosen = options.pick("window", "step", "outlier_threshold", "effort")
+    if on is not None:
+        return prepare_run(subject, options, format_settings(subject, options, on, levels=options.level, **chosen))
     settings = Settings(
-        Gaussian(options.noise_scale) if options.perturbation is None else options.perturbation,
+        Gaussian(options.noise_scale) if noise in (None, GAUSSIAN) else noise,
         levels=options.level,
         operators=DEFAULT_OPERATORS if options.operators is None else options.operators,
         seeds=seeds_of(options.seeds),
-        **options.pick("window", "step", "outlier_threshold", "effort", "target_degradation", "highest_scale"),
+        **chosen,
+        **options.pick("target_degradation", "highest_scale"),
     )
     return prepare_run(subject, options, settings)
 
@@ -189,7 +195,7 @@ def prepare_run(subject: Subject, options: ScoringOptions, settings: Settings) -
     context = StudyContext(
         settings=settings,
         conditions=conditions(subject),
-        sites=tuple(unit.site(operator) for unit in anatomy.units for operator in unit.operators if unit.certain),
+        sites=tuple(unit.site(operator) for unit in anatomy.units for operator in unit.injectable if unit.certain),
         uncertain_operators=frozenset(possible) - anatomy.operators(),
         blocks=len(anatomy.blocks),
         test=slices(test.fingerprint, len(test), options.slice),
@@ -201,6 +207,7 @@ def prepare_run(subject: Subject, options: ScoringOptions, settings: Settings) -
         chance=chance_of(test, test_set, "custom" if own is not None else str(options.metric)),
         all_token_slices=() if own is not None else slices(whole.fingerprint, len(whole), options.slice),
         sample_hashes=tuple(content_id(one.ids)[:16] for (one,) in whole.encoded.sequences),
+        tied=tied_modules(subject),
     )
     facts = _facts(subject, context, test, test_set, own)
     if not (isinstance(options, ExecutionOptions) and options.full_paths):
@@ -237,6 +244,8 @@ def _facts(
     """For the report's `run`: what was asked."""
     settings = context.settings
     chosen = {**vars(settings), "perturbation": repr(settings.perturbation), "noise_scale": settings.scale}
+    chosen["question"] = settings.question
+    del chosen["on"]
     return Asked(
         model=ModelFacts(
             source=subject.source,

@@ -92,7 +92,7 @@ def _made_up(context: StudyContext, trial: Trial) -> Result:
         if trial.measure == "score":
             values |= {"kl": (1e-3,) * count, "nonfinite": (0.0,) * count}
         return Result(tuple(range(count)), values)
-    if trial.measure == "screen":
+    if trial.measure in ("screen", "format_screen"):
         facts = [
             {"operator": s.operator, "place": s.place, "module": s.module, "component": s.component, "occurrence": 0}
             for s in context.default_sites

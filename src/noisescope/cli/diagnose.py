@@ -21,6 +21,8 @@ def diagnose_model(options: DiagnoseOptions) -> None:
     noisescope diagnose path/to/model --data gsm8k.jsonl --device cuda -o out
     noisescope diagnose path/to/model --effort screen          two backward passes, seconds
     noisescope diagnose path/to/model --level operator --operators softmax,norm
+    noisescope diagnose path/to/model --perturbation int4 --on weights --group-size 32
+    noisescope diagnose path/to/model --perturbation fp8_e4m3 --on kv-cache
     noisescope diagnose path/to/model --dry-run                what it would cost
     noisescope diagnose --config run.yaml --seeds 5            the file's options, and another number of seeds
 

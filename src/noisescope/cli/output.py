@@ -68,6 +68,8 @@ def print_findings(report: api.reports.Report) -> None:
     say(f"{run.model.source}: {run.model.architecture}, {run.model.blocks} blocks, {run.device}")
     note = f" ({run.data.note})" if run.data.note else ""
     say(f"data: {run.data.source}, {run.data.samples} samples{note}")
+    if run.settings.question is not None:
+        say(f"number format: {run.settings.question.name}")
     say(f"\nrisk: {summary.overall_risk_level} - {summary.risk_meaning}")
     if summary.whole_model is not None:
         say(api.reports.words.finding_lines(summary.whole_model)[0])

@@ -10,7 +10,13 @@ from noisescope import api
 from noisescope.cli import command_builder, output
 from noisescope.cli.command_builder import add_command
 from noisescope.cli.terminal import say
-from noisescope.options.plans import FaultTestOptions, MigrationOptions, PrecisionOptions, SmoothquantOptions
+from noisescope.options.plans import (
+    FaultTestOptions,
+    KvCacheOptions,
+    MigrationOptions,
+    PrecisionOptions,
+    SmoothquantOptions,
+)
 
 MOST_REASONS = 2
 MOST_MODULES = 10
@@ -181,6 +187,66 @@ def print_measured(plan: api.plans.PrecisionPlan) -> None:
         say(f"{plan.random.n} random plans of the same bits: {middle}")
 
 
+def plan_kv_cache(options: KvCacheOptions) -> None:
+    """Choose the layers whose KV cache keeps 16 bits.
+
+    From a report of the cache in a number format: the layers that cost most keep 16 bits, the others are rounded. With
+    --verify carried out on the model, beside every layer rounded and the first and last layers kept.
+
+    \b
+    noisescope diagnose path/to/model --data eval.jsonl --perturbation fp8_e4m3 --on kv-cache -o kv
+    noisescope plan kv-cache kv --verify
+    noisescope plan kv-cache kv --keep-layers 2 --export vllm -o kv_cache.json
+    """
+    report = api.reports.load_report(options.report)
+    plan = api.plans.plan_kv_cache(report, options=options)
+    export = None if options.export is None else api.plans.export_kv_cache(plan, options.export)
+    if options.verify:
+        with command_builder.plain_warnings():
+            command_builder.show_named_model(report, options)
+            subject = api.preparation.load_report_subject(report, options)
+            plan = api.verify_kv_cache(subject, report, plan, options=options)
+    if options.output is not None and export is not None:
+        output.write_text(options.output, export.text)
+        plan = replace(plan, notes=(*plan.notes, *export.notes))
+    if options.json:
+        say(api.reports.as_json(plan), nl=False)
+        return
+    print_kv_cache(plan)
+    if options.export == "vllm":
+        say(f"next: {api.plans.vllm_command(plan, options.model or report['run']['model']['source'])}")
+    if options.output is not None:
+        say(f"  {options.output}")
+
+
+def print_kv_cache(plan: api.plans.KvCachePlan) -> None:
+    """The layers that are kept and why, and what was measured."""
+    words, named = api.reports.words, f": {', '.join(map(str, plan.kept))}" if plan.kept else ""
+    say(f"{plan.question.name}: {len(plan.kept)} of {len(plan.layers)} layers keep 16 bits{named}")
+    left = f"{plan.nats_left:.3g} of {plan.nats_all:.3g} nats per token are left"
+    say(f"  {left} (the sum of what each rounded layer costs by itself)")
+    for row in plan.layers[:MOST_MODULES]:
+        kept = "16 bits" if row.keeps_16_bits else plan.question.format
+        say(f"  layer {row.layer:<4} {row.nats:<9.3g} {row.evidence:<10} {kept}")
+    if plan.data is None:
+        say("not carried out: --verify measures it")
+    else:
+        say(f"\nmeasured on {api.reports.counted(plan.data.samples, 'held-out sample')}:")
+        head = ("", "layers kept", "typical KL", "score", "KL over the plan's")
+        rows = [
+            (
+                row.name,
+                " ".join(map(str, row.kept)) or "none",
+                words.estimate(row.kl.typical).text,
+                words.estimate(row.accuracy, share=True).text,
+                words.estimate(row.over_plan).text,
+            )
+            for row in plan.rows
+        ]
+        say(output.aligned([head, *rows], "  "))
+    output.print_each(plan.notes, "note: ")
+
+
 def plan_smoothquant(options: SmoothquantOptions) -> None:
     """Fold outlier channels away, and measure what it gains.
 
@@ -218,6 +284,7 @@ def print_smoothing(result: api.plan_trials.SmoothingPlan) -> None:
 
 plan = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="What to do about a report's findings.")
 add_command(plan, plan_precision)
+add_command(plan, plan_kv_cache)
 add_command(plan, plan_smoothquant)
 add_command(plan, plan_hardware_migration)
 add_command(plan, plan_fault_tests)

@@ -127,6 +127,11 @@ def _prices(diagnosis: Diagnosis, model: str) -> dict[Key, Price]:
             f"{known.fingerprint[:12]}) from the records ({model[:12]}): diagnose the recorded model, in the same dtype"
         )
     section, scale = diagnosis.layer_analysis, diagnosis.run.settings.noise_scale
+    if scale is None:
+        raise InvalidInput(
+            "the sensitivity report is of a number format, and noise alone shows what a difference of any size costs: "
+            "make it with `noisescope diagnose MODEL --level operator,layer`"
+        )
     cells = () if section is None else section.map
     nonlinear = frozenset(row.layer for row in section.layers if row.nonlinear) if section is not None else frozenset()
     known_prices = (((cell.layer, cell.operator), _price(cell, scale, nonlinear)) for cell in cells)

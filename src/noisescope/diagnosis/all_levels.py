@@ -50,14 +50,16 @@ def conclude(context: StudyContext, results: Results, notes: Sequence[str] = ())
     """Everything but the run's own facts: the same results give the same values, bit for bit."""
     screened = _screened(context, results)
     found = _sections(context, results, _usable(screened))
-    ranked = ranked_findings(found, functools.partial(_excess, StudyResults(context, results)))
-    wanted = recommendations(found, ranked)
+    excess = functools.partial(_excess, StudyResults(context, results))
+    ranked = ranked_findings(found, excess, context.settings.words)
+    wanted = recommendations(found, ranked, context.settings.on)
     limits = could_not_see(context, found, notes)
     if screened is not None and screened.error:
         limits.insert(0, f"the screen failed, so nothing was predicted: {screened.error}")
     if screened is not None and screened.unpredicted:
         count, first = len(screened.unpredicted), screened.unpredicted[0]
-        limits.append(f"{count} sites modified in place have no prediction, such as {first}")
+        why = "modified in place" if context.settings.question is None else "of fused experts"
+        limits.append(f"{count} sites {why} have no prediction, such as {first}")
     return Conclusions(
         **vars(found),
         executive_summary=executive_summary(context, found, ranked, wanted),

@@ -59,7 +59,7 @@ def channel_injection(context: StudyContext, site: Site, channel: int) -> Inject
 
 def costliest(screened: Screened | None) -> list[tuple[Site, int, float]]:
     """(site, channel, predicted KL) of linears inside the blocks, the most expensive first."""
-    if screened is None:
+    if screened is None or not screened.channels:
         return []
     found: list[tuple[Site, int, float]] = []
     for site in screened.sites:
@@ -100,7 +100,8 @@ def outliers_of(context: StudyContext, captured: Result, screened: Screened | No
         at = end
         name = site.module if site.operator == "linear" else f"{site.module} ({site.operator})"
         name = f"{name} #{site.occurrence}" if site.occurrence else name  # experts compute several products
-        fisher = None if screened is None or site not in screened.sites else screened.by_channel(site)
+        known = screened is not None and screened.channels and site in screened.sites
+        fisher = screened.by_channel(site) if screened is not None and known else None
         found = outliers(columns, fisher, context.settings.outlier_threshold)
         rows[name] = ChannelRow(
             layer=canonical_place(site.place),

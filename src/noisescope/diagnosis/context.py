@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from noisescope.diagnosis import question
+from noisescope.diagnosis.question import Question, Words
 from noisescope.errors import InvalidInput, unknown
 from noisescope.injection import Injection, checked_scale
-from noisescope.options.fields import DEFAULT_OPERATORS, EFFORTS, LEVELS
+from noisescope.options.fields import DEFAULT_OPERATORS, EFFORTS, LEVELS, OUTPUTS
 from noisescope.options.fields import GROUP as GROUP
 from noisescope.options.sensitivity import DiagnoseOptions
 from noisescope.sites import GROUPS, Site, canonical_operator, matches_operator
@@ -26,7 +28,7 @@ Array = NDArray[np.float64]
 class Settings:
     """The user's choices. Everything here may change a number, and all of it is in the report."""
 
-    perturbation: Any  # with a field `scale`
+    perturbation: Any  # with a field `scale`, or a number format
     levels: tuple[str, ...] = LEVELS
     operators: tuple[str, ...] = DEFAULT_OPERATORS
     layer_operators: tuple[str, ...] = (GROUP,)  # what is noised in a window or a layer
@@ -39,6 +41,7 @@ class Settings:
     target_degradation: float = DiagnoseOptions.target_degradation  # what the critical threshold is the noise for
     highest_scale: float = DiagnoseOptions.highest_scale
     probes: int = 8  # of the Hessian trace
+    on: str = OUTPUTS  # or what a number format is put on
 
     def __post_init__(self) -> None:
         if self.effort not in EFFORTS:
@@ -52,16 +55,33 @@ class Settings:
             raise InvalidInput(f"window and step must be at least 1, got {self.window} and {self.step}")
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
             raise InvalidInput(f"give at least one seed, and each only once; got {list(self.seeds)}")
-        checked_scale(getattr(self.perturbation, "scale", None), "noise scale")
-        if self.scale == 0:
-            raise InvalidInput("a noise scale of 0 injects nothing; the clean model is measured anyway")
+        if self.question is None:
+            checked_scale(getattr(self.perturbation, "scale", None), "noise scale")
+            if self.scale == 0:
+                raise InvalidInput("a noise scale of 0 injects nothing; the clean model is measured anyway")
         operators = tuple(dict.fromkeys(canonical_operator(name) for name in self.operators))
         object.__setattr__(self, "operators", operators)
         object.__setattr__(self, "layer_operators", tuple(map(canonical_operator, self.layer_operators)))
 
+    @classmethod
+    def of_format(cls, fmt: Any, on: str, **chosen: Any) -> Settings:
+        """A number format's settings: it draws nothing, so there is one seed."""
+        operators = question.OPERATORS[on]
+        return cls(fmt, on=on, operators=operators, layer_operators=operators[:1], seeds=(0,), **chosen)
+
     @property
-    def scale(self) -> float:
-        return float(self.perturbation.scale)
+    def scale(self) -> float | None:
+        """Of the noise; None for a number format."""
+        return float(self.perturbation.scale) if self.on == OUTPUTS else None
+
+    @property
+    def question(self) -> Question | None:
+        """The number format that is asked about; None for noise."""
+        return Question.of(self.perturbation, self.on)
+
+    @property
+    def words(self) -> Words:
+        return Words.of(self.question)
 
 
 @dataclass(frozen=True)
@@ -82,6 +102,7 @@ class StudyContext:
     uncertain_operators: frozenset[str] = frozenset()  # the model may or may not compute them: a trial decides
     all_token_slices: tuple[Slice, ...] = ()  # the test samples again, every token scored: see gate_baseline.py
     sample_hashes: tuple[str, ...] = ()  # of each test sample's tokens, to find the same sample in another set
+    tied: tuple[str, ...] = ()  # modules that share one weight with lm_head: rounded together, as they are stored
 
     @property
     def metric_name(self) -> str:
@@ -120,11 +141,17 @@ class StudyContext:
         return dataclasses.replace(self, test=self.all_token_slices, measure="score", measure_settings={})
 
     def injection(self, *, scale: float | None = None, **where: Any) -> Injection:
-        """The settings' noise, forward only; `where` are fields of `Injection`."""
+        """The settings' noise or format, forward only; `where` are fields of `Injection`.
+
+        A format that is not narrowed falls on all blocks: quantisers leave embeddings and lm_head alone.
+        """
         noise = self.settings.perturbation
         if scale is not None:
             noise = dataclasses.replace(noise, scale=scale)
         where.setdefault("operators", frozenset(self.settings.layer_operators))
+        where["tensor"] = question.TENSOR[self.settings.on]
+        if self.settings.question is not None and not where.keys() & {"layers", "places"}:
+            where["layers"] = frozenset(range(self.blocks))
         return Injection(noise, phases=frozenset({"forward"}), **where)
 
     def ask(self, injection: Injection | None, *, seeds: Sequence[int] | None = None) -> list[Trial]:

@@ -44,7 +44,7 @@ class StudyResults:
     def effect(self, injection: Injection, *, comparisons: int = 1, bands: LossKind = "degradation") -> Effect:
         """Everything known about an injection. Intervals and p account for `comparisons`, the rows of its table."""
         noise: Any = injection.perturbation
-        scale = float(noise.scale)
+        scale = None if self.context.settings.scale is None else float(noise.scale)
         known = Effect(metric=self.context.metric_name)
         prediction = None if self.screened is None else self.screened.predicted_by(injection, scale)
         if prediction is not None:
@@ -76,12 +76,15 @@ def task_loss(
     context: StudyContext,
     clean: Answer,
     noisy: Answer,
-    scale: float,
+    scale: float | None,
     *,
     comparisons: int = 1,
     bands: LossKind = "degradation",
 ) -> Effect:
-    """The score before and after, degradation with its intervals and bands, and what could have been detected."""
+    """The score before and after, degradation with its intervals and bands, and what could have been detected.
+
+    Without a scale (a number format) there is no sensitivity score, which is the loss over the scale.
+    """
     before, after = paired(context, clean, noisy)
     if not len(before):
         return Effect(metric=context.metric_name, degradation=NOTHING)
@@ -90,7 +93,7 @@ def task_loss(
     if context.measure != "custom":  # a metric of one's own may be anything; a share lies between 0 and 1
         interval = interval.within(0.0, 1.0)
         loss = loss.within(1 - 1 / float(before.mean()), 1.0) if before.mean() > 0 else loss
-    score = None if loss.value is None else loss.value / scale
+    score = None if loss.value is None or scale is None else loss.value / scale
     lower, upper = band_range(bands, loss)
     return Effect(
         metric=context.metric_name,

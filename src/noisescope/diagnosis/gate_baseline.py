@@ -25,7 +25,7 @@ DIGITS = 6
 
 def propose(context: StudyContext, results: Results) -> list[Trial]:
     """The screen over all tokens; and where noise is injected at all, that in all products, over all and scored."""
-    if not context.all_token_slices:
+    if not context.all_token_slices or context.settings.question is not None:
         return []
     over, products = context.scoring_all_tokens, operators.injection(context, GROUP)
     trials = context.ask(None) + over.ask(None) + predicted_kl.propose(over, results)
@@ -36,6 +36,8 @@ def propose(context: StudyContext, results: Results) -> list[Trial]:
 
 def conclude(context: StudyContext, results: Results) -> GateNumbers | None:
     """Numbers by operator and sample; None where nothing was asked, or the model itself failed."""
+    if context.settings.question is not None:
+        return None  # a gate repeats noise
     over = context.scoring_all_tokens
     clean = over.answer(results, None) if context.all_token_slices else None
     if clean is None or clean.error:

@@ -30,6 +30,7 @@ CONTROLS = 4  # ... and so many others, spread over the ranking, to see whether 
 CLOSEST = 3  # windows whose single layers are injected as well
 
 Cell = tuple[int, str]  # block and operator
+_ROUNDED_OUTSIDE = {"weights": ("linear", "embedding"), "activations": ("linear",), "kv-cache": ()}  # of the blocks
 
 
 def window_injection(context: StudyContext, window: tuple[int, int]) -> Injection:
@@ -41,8 +42,19 @@ def layer_injection(context: StudyContext, layer: int) -> Injection:
 
 
 def place_injection(context: StudyContext, place: str) -> Injection:
-    """Noise on everything that one place outside the blocks computes."""
-    return context.injection(places=frozenset({place}), operators=None)
+    """Noise on everything that one place outside the blocks computes; or the format on its weights or inputs.
+
+    A weight that lm_head shares with the embedding is rounded in both, as it is stored.
+    """
+    if context.settings.question is None:
+        return context.injection(places=frozenset({place}), operators=None)
+    rounded = [site for site in context.default_sites if site.operator in _ROUNDED_OUTSIDE[context.settings.on]]
+    if place == "lm_head" and context.tied and context.settings.on == "weights":
+        both = frozenset({"embed", place})
+        operators = frozenset(site.operator for site in rounded if site.module in context.tied)
+        return context.injection(places=both, operators=operators, modules=context.tied)
+    here = frozenset(site.operator for site in rounded if site.place == place)
+    return context.injection(places=frozenset({place}), operators=here)
 
 
 def cell_injection(context: StudyContext, block: int, operator: str) -> Injection:
@@ -50,13 +62,20 @@ def cell_injection(context: StudyContext, block: int, operator: str) -> Injectio
 
 
 def outer_places(context: StudyContext) -> list[OuterPlace]:
-    return [place for place in OUTER_PLACES if any(site.place == place for site in context.default_sites)]
+    sites = context.default_sites
+    if context.settings.question is not None:
+        sites = tuple(site for site in sites if site.operator in _ROUNDED_OUTSIDE[context.settings.on])
+        if context.tied:
+            sites = tuple(site for site in sites if site.place != "embed")
+    return [place for place in OUTER_PLACES if any(site.place == place for site in sites)]
 
 
 def cells(context: StudyContext) -> list[Cell]:
     """The existing cells of the map; groups are sums of their parts and have no cell."""
     computed = {(site.place, site.operator) for site in context.default_sites}
     wanted = [name for name in context.present_operators if name not in GROUPS]
+    if context.settings.question is not None and len(wanted) == 1:
+        return []  # a cell would be its layer again
     return [(block, name) for block in range(context.blocks) for name in wanted if (block, name) in computed]
 
 

@@ -43,8 +43,12 @@ def curvature_trials(context: StudyContext) -> list[Trial]:
 
 
 def gradient_trials(context: StudyContext) -> list[Trial]:
-    """Clean, and with noise forward and backward, as training on such hardware would have it."""
-    if context.curvature_slice is None or context.settings.effort == "screen":
+    """Clean, and with noise forward and backward, as training on such hardware would have it.
+
+    None for a number format: it is for inference.
+    """
+    settings = context.settings
+    if context.curvature_slice is None or settings.effort == "screen" or settings.question is not None:
         return []
     noisy = dataclasses.replace(context.injection(), phases=frozenset({"forward", "backward"}))
     return [Trial(context.conditions, "gradients", context.curvature_slice, one) for one in (None, noisy)]
@@ -60,7 +64,12 @@ def propose(context: StudyContext, results: Results, screened: Screened | None) 
 
 
 def threshold_sites(context: StudyContext, screened: Screened | None) -> dict[str, dict[str, Any]]:
-    """Where critical thresholds are measured: the model; in a full diagnosis also operators and the worst layers."""
+    """Where critical thresholds are measured: the model; in a full diagnosis also operators and the worst layers.
+
+    A number format has no scale to search.
+    """
+    if context.settings.question is not None:
+        return {}
     sites: dict[str, dict[str, Any]] = {"model": {}}
     if context.settings.effort == "full":
         for operator in context.present_operators:
@@ -98,7 +107,7 @@ def conclude(
             snr_db=whole.snr_db,
             snr_band=snr_bands[0],
             snr_band_upper=snr_bands[1],
-            nominal_snr_db=-20 * float(np.log10(context.settings.scale)),
+            nominal_snr_db=None if context.settings.scale is None else -20 * float(np.log10(context.settings.scale)),
             gradient_ratio=_gradient_ratio(study),
             activation_sparsity=_sparsity(captured),
         ),

@@ -1,4 +1,8 @@
-"""The screen as numbers: predicted KL of any set of sites, from Fisher sums (measures/fisher.py)."""
+"""The screen as numbers: predicted KL of any set of sites.
+
+Of noise it comes from Fisher sums at scale 1 (measures/fisher.py), which grow with the square of the scale; of a number
+format from the projection of its own rounding errors on gradients (measures/format_screen.py), which has no scale.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from noisescope.diagnosis import question
 from noisescope.diagnosis.context import Array, StudyContext
 from noisescope.injection import Injection
 from noisescope.sites import Site
@@ -16,14 +21,20 @@ from noisescope.trials import Results, Trial, missing
 
 
 def screen_injection(context: StudyContext) -> Injection:
-    """Noise of scale 1 on every operator of every place: sums scale with s^2."""
+    """Noise of scale 1 on every operator of every place: sums scale with s^2. Or the format, wherever it may fall."""
+    settings = context.settings
+    if settings.question is not None:
+        operators = {"linear", "embedding"} if settings.on == "weights" else set(settings.operators)
+        tensor = question.TENSOR[settings.on]
+        return Injection(settings.perturbation, frozenset(operators), tensor=tensor, phases=frozenset({"forward"}))
     unit = dataclasses.replace(context.settings.perturbation, scale=1.0)
     return Injection(unit, phases=frozenset({"forward"}))
 
 
 def screen_trials(context: StudyContext) -> list[Trial]:
     where, settings = screen_injection(context), {"draws": context.settings.draws, "seed": 0}
-    return [Trial(context.conditions, "screen", part, where, settings) for part in context.test]
+    measure = "screen" if context.settings.question is None else "format_screen"
+    return [Trial(context.conditions, measure, part, where, settings) for part in context.test]
 
 
 def propose(context: StudyContext, results: Results) -> list[Trial]:
@@ -32,19 +43,28 @@ def propose(context: StudyContext, results: Results) -> list[Trial]:
 
 @dataclass(frozen=True)
 class Screened:
-    """Fisher sums at scale 1, per token: `samples` [sites, samples], `channels` (sample means) an array a site."""
+    """Sums per token: `samples` [sites, samples], `channels` (sample means) an array a site.
+
+    With a scale they are Fisher sums at scale 1. Without one they are the predicted KL of a format, and there are no
+    channels.
+    """
 
     sites: tuple[Site, ...]
     samples: Array
     channels: tuple[Array, ...]
-    scale: float
+    scale: float | None
     error: str = ""
-    unpredicted: tuple[str, ...] = ()  # sites changed in place, which could not be followed
+    unpredicted: tuple[str, ...] = ()  # sites that could not be followed: changed in place, or fused experts
+
+    @property
+    def factor(self) -> float:
+        """What a sum is multiplied by to be a KL."""
+        return 1.0 if self.scale is None else self.scale**2 / 2
 
     def predicted(self, select: Callable[[Site], bool]) -> Array:
         """Predicted KL per sample in nats, of the selected sites together, at the settings' scale."""
         rows = [i for i, site in enumerate(self.sites) if select(site)]
-        total: Array = self.samples[rows].sum(0) * (self.scale**2 / 2)
+        total: Array = self.samples[rows].sum(0) * self.factor
         return total
 
     def in_layer(self, layer: int) -> Array:
@@ -53,13 +73,12 @@ class Screened:
 
     def predicted_by(self, injection: Injection, scale: float | None = None) -> Array:
         """Predicted KL per sample of an injection, at the settings' scale or another."""
-        used = self.scale if scale is None else scale
-        total: Array = self.predicted(injection.selects) * (used / self.scale) ** 2
-        return total
+        total: Array = self.predicted(injection.selects)
+        return total if scale is None or self.scale is None else total * (scale / self.scale) ** 2
 
     def by_channel(self, site: Site) -> Array:
         """Predicted KL of each channel of a site: means over the samples."""
-        total: Array = self.channels[self.sites.index(site)] * (self.scale**2 / 2)
+        total: Array = self.channels[self.sites.index(site)] * self.factor
         return total
 
 
@@ -79,8 +98,10 @@ def conclude(context: StudyContext, results: Results) -> Screened | None:
         return Screened((), np.zeros((0, 0)), (), context.settings.scale, failed)
     sites = tuple(map(site_of, found[0].facts["sites"]))
     samples = np.concatenate([result.arrays["sums"] / result.arrays["tokens"] for result in found], axis=1)
+    unpredicted = tuple(sorted({name for result in found for name in result.facts["lost"]}))
+    if context.settings.question is not None:
+        return Screened(sites, samples, (), None, unpredicted=unpredicted)
     flat = sum(result.arrays["channels"].astype(np.float64) for result in found) / samples.shape[1]
     ends = np.cumsum([f["channels"] for f in found[0].facts["sites"]])[:-1]
-    unpredicted = tuple(sorted({name for result in found for name in result.facts["lost"]}))
     by_site = tuple(np.split(np.asarray(flat), ends))
     return Screened(sites, samples, by_site, context.settings.scale, unpredicted=unpredicted)

@@ -16,6 +16,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from noisescope.diagnosis.question import NOISE, Words
 from noisescope.diagnosis.rows import Effect, LayerAnalysis, cell_target
 from noisescope.diagnosis.section_types import ChannelAnalysis, Sections
 from noisescope.findings import BORDERLINE, NOT_MEASURABLE, NOT_RATED, SEVERITIES, Finding, Target, metric_name, percent
@@ -85,7 +86,7 @@ def place_target(place: OuterPlace) -> Target:
     return Target("place", (computed[place],) if place in computed else (), place=place)
 
 
-def whole_model(found: Sections) -> Finding | None:
+def whole_model(found: Sections, words: Words = NOISE) -> Finding | None:
     """The cost of noise in all layers at once: a fact about the model, in addition to findings about its parts.
 
     None where no layers were measured: the operator is a finding like others then.
@@ -96,7 +97,7 @@ def whole_model(found: Sections) -> Finding | None:
         return None
     row = Candidate(Target("model", (noised,)), operators[noised])
     if row.severity in RATED:
-        return _rated(row, (), None)
+        return _rated(row, (), None, words)
     return _failed(row) if row.severity == NOT_MEASURABLE else None
 
 
@@ -107,19 +108,19 @@ def counted_once(operators: Iterable[str]) -> list[str]:
     return [name for name in names if name in GROUPS or name not in parts]
 
 
-def ranked_findings(found: Sections, excess: Excess = lambda whole, part: None) -> list[Finding]:
+def ranked_findings(found: Sections, excess: Excess = lambda whole, part: None, words: Words = NOISE) -> list[Finding]:
     """All findings about parts of the model, the most important first.
 
     `excess` gives what noise in a whole costs beyond noise in a part of it, sample by sample, with its interval; None
-    where samples are not available.
+    where samples are not available. `words` names what was injected, if that is not noise.
     """
-    whole = whole_model(found)
+    whole = whole_model(found, words)
     same = () if whole is None else whole.target.operators
     rows = [row for row in candidates(found) if (row.target.kind, row.target.operators) != ("operator", same)]
     typical = typical_nats(found.layer_analysis)
     rated = [row for row in rows if row.severity in RATED]
     kept = _without_nested(_one_window_per_region(rated), lambda whole, part: _loss_accounted_for(whole, part, excess))
-    findings = [_rated(row, notes, found.layer_analysis) for row, notes in kept]
+    findings = [_rated(row, notes, found.layer_analysis, words) for row, notes in kept]
     named = [row.target for row, _ in kept]
     moved = [
         row
@@ -132,7 +133,7 @@ def ranked_findings(found: Sections, excess: Excess = lambda whole, part: None) 
     kept = _without_nested(moved, lambda whole, part: False)
     scale = 1.0 if found.layer_analysis is None else found.layer_analysis.prediction_scale
     findings += [
-        _unrated(row, notes, typical, scale) for row, notes in sorted(kept, key=lambda one: -one[0].effect.nats)
+        _unrated(row, notes, typical, scale, words) for row, notes in sorted(kept, key=lambda one: -one[0].effect.nats)
     ][:MOST_PLACES]
     findings += [_failed(row) for row in rows if row.severity == NOT_MEASURABLE and row.target.kind != "layer"]
     findings += _channel_findings(found.channel_analysis)
@@ -229,11 +230,11 @@ def _largest_part(whole: Candidate, part: Candidate) -> str:
     return f"{part.target.name} alone: {percent(part.loss)} lost"
 
 
-def _rated(row: Candidate, notes: tuple[str, ...], layers: LayerAnalysis | None) -> Finding:
+def _rated(row: Candidate, notes: tuple[str, ...], layers: LayerAnalysis | None, words: Words) -> Finding:
     effect, metric = row.effect, metric_name(row.effect.metric)
     assert effect.baseline_acc is not None and effect.noisy_acc is not None
     change = f"{percent(effect.baseline_acc)} to {percent(effect.noisy_acc)}"
-    statement = f"noise here costs {percent(row.loss)} of the {metric} ({change})"
+    statement = f"{words.costs} {percent(row.loss)} of the {metric} ({change})"
     if effect.borderline:
         statement += f"; the interval reaches from {effect.band} to {effect.band_upper}"
     return Finding(
@@ -245,25 +246,26 @@ def _rated(row: Candidate, notes: tuple[str, ...], layers: LayerAnalysis | None)
         unit="share",
         nats=effect.nats,
         evidence="injected",
-        notes=(*notes, *_layer_notes(row, layers)),
+        notes=(*notes, *_layer_notes(row, layers, words)),
     )
 
 
-def _unrated(row: Candidate, notes: tuple[str, ...], typical: float, prediction_scale: float) -> Finding:
+def _unrated(row: Candidate, notes: tuple[str, ...], typical: float, prediction_scale: float, words: Words) -> Finding:
     effect = row.effect
     assert effect.divergence is not None
     times = f"{_two_digits(effect.nats / typical)} times the median layer"
-    verb = "moves" if effect.injected else "is predicted to move"
+    moves = words.verb("moves", "move")
+    verb = moves if effect.injected else f"{words.verb('is', 'are')} predicted to move"
     return Finding(
         severity=NOT_RATED,
         component=row.target.name,
-        statement=f"noise here {verb} the output by {effect.nats:.3g} nats per token",
+        statement=f"{words.subject} here {verb} the output by {effect.nats:.3g} nats per token",
         target=row.target,
         size=effect.divergence.typical if effect.injected else effect.divergence.typical.times(prediction_scale),
         unit="nats",
         nats=effect.nats,
         evidence=effect.evidence,
-        notes=(times, *notes, *_nonlinearity_note(effect)),
+        notes=(times, *notes, *_nonlinearity_note(effect, words)),
     )
 
 
@@ -277,7 +279,7 @@ def _failed(row: Candidate) -> Finding:
     return Finding(NOT_MEASURABLE, row.target.name, statement, row.target, None, "share", None, "failed")
 
 
-def _layer_notes(row: Candidate, layers: LayerAnalysis | None) -> Iterable[str]:
+def _layer_notes(row: Candidate, layers: LayerAnalysis | None, words: Words) -> Iterable[str]:
     """What else the run shows about the same layers."""
     for point in layers.avalanche_points if layers is not None else ():
         if row.target.layers and set(row.target.layers) <= set(range(point.start, point.end + 1)):
@@ -292,17 +294,16 @@ def _layer_notes(row: Candidate, layers: LayerAnalysis | None) -> Iterable[str]:
     for window in layers.windows if layers is not None and row.target.kind == "window" else ():
         index = window.interaction_index
         if window.layers == row.target.layers and index is not None and index.compounds:
-            yield (
-                f"errors compound: noise in all of them together diverges {index.index.value:.2f} times as far as "
-                f"the sum of each alone"
-            )
-    yield from _nonlinearity_note(row.effect)
+            together = f"{words.subject} in all {words.verb('diverges', 'diverge')}"
+            yield f"errors compound: {together} {index.index.value:.2f} times as far as the sum of each alone"
+    yield from _nonlinearity_note(row.effect, words)
 
 
-def _nonlinearity_note(effect: Effect) -> Iterable[str]:
+def _nonlinearity_note(effect: Effect, words: Words) -> Iterable[str]:
     if effect.nonlinear and effect.injected_over_predicted is not None:
         times = effect.injected_over_predicted.value
-        yield f"injected noise diverges {times:.2f} times as far as predicted: the response is not linear here"
+        injected = "rounding here diverges" if words.plural else "injected noise diverges"
+        yield f"{injected} {times:.2f} times as far as predicted: the response is not linear here"
 
 
 def _channel_findings(found: ChannelAnalysis | None) -> list[Finding]:

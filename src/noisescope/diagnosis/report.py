@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from noisescope.diagnosis.question import Question
 from noisescope.diagnosis.rows import LevelEffect
 from noisescope.diagnosis.section_types import Conclusions
 from noisescope.trials import Conditions
@@ -37,10 +38,13 @@ class DataFacts:
 
 @dataclass(frozen=True)
 class SettingsFacts:
-    """The user's choices that may change a number."""
+    """The user's choices that may change a number.
+
+    `question` is the number format asked about; None if noise was injected, with its scale.
+    """
 
     perturbation: str
-    noise_scale: float
+    noise_scale: float | None
     levels: tuple[str, ...]
     operators: tuple[str, ...]
     layer_operators: tuple[str, ...]
@@ -53,6 +57,7 @@ class SettingsFacts:
     target_degradation: float
     highest_scale: float
     probes: int
+    question: Question | None = None
 
 
 @dataclass(frozen=True)

@@ -171,12 +171,15 @@ class Sparsity:
 
 @dataclass(frozen=True)
 class SecondaryMetrics:
-    """Of the same noise. `snr_band` and `snr_band_upper` are the bands of the two ends of `snr_db`."""
+    """Of the same noise. `snr_band` and `snr_band_upper` are the bands of the two ends of `snr_db`.
+
+    `nominal_snr_db` is that of the noise where it is put in; None for a number format, which has no scale.
+    """
 
     snr_db: Estimate | None
     snr_band: QualityBand
     snr_band_upper: QualityBand
-    nominal_snr_db: float
+    nominal_snr_db: float | None
     gradient_ratio: GradientRatio | None
     activation_sparsity: Sparsity | None
 

@@ -229,7 +229,7 @@ def _noise(content: Json) -> Json:
         raise InvalidInput(f"trial.injection.perturbation: a class or a function was expected, got {shown(content)}")
     fields = {name: value for name, value in content.items() if name != "type" and value is not None}
     scale = fields.pop("scale") if isinstance(fields.get("scale"), float) else None
-    texts = [[name, str(value)] for name, value in fields.items()]
+    texts = [[name, str(value)] for name, value in fields.items() if value is not False]
     return {"name": content["type"], "scale": scale, "fields": texts, "is_function": False}
 
 

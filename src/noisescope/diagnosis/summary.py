@@ -31,15 +31,16 @@ from noisescope.findings import (
 from noisescope.findings.finding import Urgency, counted
 from noisescope.findings.risk_scores import higher_level
 from noisescope.findings.thresholds import RiskLevel
+from noisescope.options.fields import OUTPUTS
 
 FAR = 2 * STANDS_OUT  # times the nats of the median layer: look here first, though no loss was significant
 
 
-def recommendations(found: Sections, ranked: list[Finding]) -> list[Recommendation]:
+def recommendations(found: Sections, ranked: list[Finding], on: str = OUTPUTS) -> list[Recommendation]:
     """One for each finding about a place, an operator or a module with outlier channels."""
     typical = typical_nats(found.layer_analysis)
     return by_priority(
-        Recommendation(priority, finding.component, finding.statement, _advice(found, finding))
+        Recommendation(priority, finding.component, finding.statement, _advice(found, finding, on))
         for finding in ranked
         if (priority := _priority(found, finding, typical)) is not None
     )
@@ -59,12 +60,14 @@ def _priority(found: Sections, finding: Finding, typical: float) -> Urgency | No
     return None
 
 
-def _advice(found: Sections, finding: Finding) -> str:
+def _advice(found: Sections, finding: Finding, on: str) -> str:
     target = finding.target
     if finding.unit == "ratio":
         return f"{outlier_advice()} For W8A8: {outlier_advice('W8A8')}"
     if target.kind == "channels":
         return "Find where the numbers leave the range of the dtype: noisescope locate MODEL names the first operator."
+    if on != OUTPUTS:
+        return ADVICE["weights outside" if target.kind == "place" and on == "weights" else on]
     if target.kind == "operator":
         return operator_advice(target.operators[0])
     if target.kind == "cell":
@@ -80,6 +83,25 @@ _MEANING = {
     "HIGH": "The model breaks under small numerical error: do not move it as it is.",
     NOT_MEASURABLE: "This run can't tell whether the model is safe to move: it measured too little to be sure.",
 }
+_FORMAT_MEANING = {
+    "LOW": "With {} nothing in the model breaks: the usual checks before deployment are enough.",
+    "MODERATE": "With {} some parts of the model lose too much: give those more bits before deploying it so.",
+    "HIGH": "The model breaks with {}: do not deploy it so.",
+    NOT_MEASURABLE: "This run can't say whether {} will do: it measured too little to be sure.",
+}
+_PROTECT = {  # what to do about the places named; REPORT is the folder of the run
+    "weights": "Give {} more bits: noisescope plan precision REPORT --average-bits 5 --verify",
+    "activations": "Leave the inputs of {} in 16 bits, or smooth them first: noisescope plan smoothquant REPORT",
+    "kv-cache": "Keep the cache of {} in 16 bits: noisescope plan kv-cache REPORT --verify",
+}
+_ROUNDING = {
+    "weights": "weights were rounded to nearest where they are used, without calibration (GPTQ and AWQ lose less), and "
+    "products were computed in {dtype}; embeddings and lm_head were rounded by themselves alone{tied}",
+    "activations": "inputs of the linears in the blocks were rounded, with scales found token by token; products were "
+    "computed in {dtype}, and attention's own inputs were left as they are",
+    "kv-cache": "keys and values were rounded where attention reads them, for every token, the last one included; "
+    "queries, scores and sums stayed in {dtype}, and a kernel that computes in the cache's format may lose more",
+}
 WIDEST = 0.2  # an interval of the clean score wider than this is not a usable criterion
 WANTED = 0.05  # half the width of one that is
 TOP = 3
@@ -90,7 +112,9 @@ def plain_words(
     context: StudyContext, found: Sections, level: str, wanted: Sequence[Recommendation], next_step: str
 ) -> PlainWords:
     """Up to three short paragraphs; every number in them is also in the report with its interval."""
-    risk = f"{_MEANING[level]} {_loss(context, found)}".strip()
+    question = context.settings.question
+    meaning = _MEANING[level] if question is None else _FORMAT_MEANING[level].format(question.phrase)
+    risk = f"{meaning} {_loss(context, found)}".strip()
     if level == NOT_MEASURABLE:
         return PlainWords(risk, next_step, _success(context, found))
     if not wanted:
@@ -117,19 +141,26 @@ def _success(context: StudyContext, found: Sections) -> str:
             f"{clean.n} samples are too few for a pass criterion: the {metric} on this data is known to "
             f"{percent(clean.low)} to {percent(clean.high)}. With about {needed} samples it would be known to 5 points."
         )
+    where = "On the new device" if context.settings.question is None else "After rounding"
     return (
-        f"On the new device the {metric} on this data must be no lower than the interval measured here: "
+        f"{where} the {metric} on this data must be no lower than the interval measured here: "
         f"{percent(clean.low)} to {percent(clean.high)} (n = {clean.n})."
     )
 
 
 def _loss(context: StudyContext, found: Sections) -> str:
-    """The cost of noise everywhere, as a sentence."""
+    """The cost of noise everywhere, or of the format in all blocks, as a sentence."""
     loss = found.metrics.primary.relative_degradation
     if loss is None or loss.value is None or loss.low is None or loss.high is None:
         return ""
+    question, scale = context.settings.question, context.settings.scale
+    if question is not None:
+        errors = f"{question.phrase} in all blocks"
+    else:
+        assert scale is not None
+        errors = f"errors of {percent(scale, 0)} in its matrix products"
     return (
-        f"With errors of {percent(context.settings.scale, 0)} in its matrix products it loses {percent(loss.value, 0)} "
+        f"With {errors} it loses {percent(loss.value, 0)} "
         f"of its {metric_name(context.metric_name)} (95 % interval {percent(loss.low, 0)} to {percent(loss.high, 0)}, "
         f"{loss.n} samples)."
     )
@@ -140,18 +171,18 @@ def executive_summary(
 ) -> ExecutiveSummary:
     rows = found.operator_analysis or {}
     operators = {name: rows[name] for name in counted_once(rows) if rows[name].evidence != "absent"}
-    critical = tuple(name for name, row in operators.items() if _critical(row, context.settings.scale))
+    critical = tuple(name for name, row in operators.items() if _critical(row, _critical_loss(context)))
     layers = found.layer_analysis
     points = () if layers is None else tuple(point for point in layers.avalanche_points if point.decided)
     measured = layers is not None and any(row.injected for row in layers.windows)
     channels = None if found.channel_analysis is None else found.channel_analysis.summary
     risk = report_risk(
-        {name: _score(row, name in critical) for name, row in operators.items()},
+        {name: _score(context, row, name in critical) for name, row in operators.items()},
         len(points) if measured else None,
         None if channels is None else channels.total_outlier_channels,
         None if channels is None else channels.total_channels,
     )
-    whole = whole_model(found)
+    whole = whole_model(found, context.settings.words)
     every = [*ranked] if whole is None else [*ranked, whole]
     level, meaning = overall_risk(risk.level, every, smallest_detectable(found))
     if level == NOT_MEASURABLE:
@@ -162,7 +193,7 @@ def executive_summary(
         borderline_operators=tuple(
             name
             for name, row in operators.items()
-            if name not in critical and _may_be_critical(row, context.settings.scale)
+            if name not in critical and _may_be_critical(row, _critical_loss(context))
         ),
         num_critical_operators=len(critical),
         avalanche_points=points,
@@ -214,21 +245,35 @@ def _why_not(context: StudyContext, found: Sections) -> str:
     )
 
 
-def _critical(row: Effect, scale: float) -> bool:
-    """Whether the interval of the sensitivity score (loss over scale) clears the limit."""
+def _critical_loss(context: StudyContext) -> float:
+    """The loss beyond which an operator is critical: 3 times the scale of the noise.
+
+    A number format has no scale: the limit is that of the band CRITICAL, a fifth of the score.
+    """
+    scale = context.settings.scale
+    return BANDS["degradation"].limits[-1] if scale is None else LIMITS["critical_operator_score"] * scale
+
+
+def _critical(row: Effect, limit: float) -> bool:
+    """Whether the interval of the loss clears the limit."""
     loss = row.degradation
-    return row.significant and loss is not None and loss.above(LIMITS["critical_operator_score"] * scale)
+    return row.significant and loss is not None and loss.above(limit)
 
 
-def _may_be_critical(row: Effect, scale: float) -> bool:
+def _may_be_critical(row: Effect, limit: float) -> bool:
     """Whether a significant loss has an interval that holds the limit."""
-    limit = LIMITS["critical_operator_score"] * scale
     loss = row.degradation
     return row.significant and loss is not None and loss.above(0.0) and (loss.high is None or loss.high > limit)
 
 
-def _score(row: Effect, critical: bool) -> float | None:
-    """What the report's risk counts: a score whose interval does not clear the limit counts as none."""
+def _score(context: StudyContext, row: Effect, critical: bool) -> float | None:
+    """What the report's risk counts: a score whose interval does not clear the limit counts as none.
+
+    Without a scale there is no score: what is critical counts as beyond any limit.
+    """
+    if context.settings.scale is None:
+        measured = row.degradation is not None and row.degradation.value is not None
+        return (math.inf if critical else 0.0) if measured else None
     return row.sensitivity_score if critical or row.sensitivity_score is None else 0.0
 
 
@@ -253,6 +298,8 @@ def next_step(context: StudyContext, found: Sections, ranked: Sequence[Finding])
     if urgent is not None:
         place = next((finding.component for finding in ranked if finding.target.places), None)
         where = urgent.component if urgent.target.places or place is None else f"{urgent.component}, {place} first,"
+        if context.settings.question is not None:
+            return _PROTECT[context.settings.on].format(where)
         return f"Validate {where} on the target hardware; the recommendations say what to check."
     rows: list[Effect] = [row for row in (found.operator_analysis or {}).values() if row.evidence != "absent"]
     rows += found.layer_analysis.windows if found.layer_analysis is not None else ()
@@ -260,17 +307,21 @@ def next_step(context: StudyContext, found: Sections, ranked: Sequence[Finding])
         return f"Every trial failed; the first error was: {rows[0].error}"
     if not rows and found.channel_analysis is not None:
         return "Only channels were measured: run again with --level operator,layer to see what noise costs."
-    whole = whole_model(found)
+    whole, question = whole_model(found), context.settings.question
     if whole is not None and whole.size is not None and whole.size.value is not None and ranked:
-        return (
-            f"Noise in all layers together costs {percent(whole.size.value)}; validate {ranked[0].component} on the "
-            "target hardware first."
-        )
+        lost, first = percent(whole.size.value), ranked[0].component
+        if question is not None:
+            inside = next((finding.component for finding in ranked if finding.target.layers), first)
+            return f"In all blocks together, {question.rounded} cost {lost}. {_PROTECT[question.on].format(inside)}"
+        return f"Noise in all layers together costs {lost}; validate {first} on the target hardware first."
     if not any(row.injected for row in rows):
         return "No noise was injected into operators or layers: choose --level and --operators that the model has."
     smallest = smallest_detectable(found)
     if smallest is None or smallest > LEAST_POWER:
         return "No loss is significant with so few samples: raise --samples."
+    if question is not None:
+        first = f" Rounding moves the output most in {ranked[0].component}." if ranked else ""
+        return f"No rated loss with {question.phrase}; {percent(smallest)} would have been detected.{first}"
     first = f" Validate {ranked[0].component} first: noise there moves the output most." if ranked else ""
     return f"No rated loss at this noise scale; {percent(smallest)} in one operator would have been detected.{first}"
 
@@ -315,8 +366,13 @@ def could_not_see(context: StudyContext, found: Sections, notes: Sequence[str]) 
             "rows and cells marked predicted had no noise injected: predictions add up over sites and can't show "
             "errors that compound (--effort full injects noise everywhere)"
         )
-    limits.append(
-        "noise was injected only into operator outputs in the forward pass; other kinds of faults may "
-        "have other effects"
-    )
+    limits.append(_form_of_error(context))
     return limits
+
+
+def _form_of_error(context: StudyContext) -> str:
+    """What was put in, and what that leaves out."""
+    if context.settings.question is None:
+        return "noise falls on operator outputs in the forward pass; a fault of another form may act differently"
+    tied = ", together where they share one weight" if context.tied else ""
+    return _ROUNDING[context.settings.on].format(dtype=context.conditions.dtype, tied=tied)

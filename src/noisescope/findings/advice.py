@@ -11,6 +11,11 @@ _ACCUMULATE = (
     "Look at the longest sums first (inner size above 4096): rounding error grows with the number of terms."
 )
 
+_CACHE = (
+    "Keep this part of the cache in 16 bits: noisescope plan kv-cache, with this report, chooses the layers and writes "
+    "vLLM's skip list. Calibrated scales help where keys leave the range of the format."
+)
+
 ADVICE: dict[str, str] = {
     "softmax": (
         "Check the device's exp (table or polynomial) against float64 over the actual range of the scores, and "
@@ -75,6 +80,19 @@ ADVICE: dict[str, str] = {
         "Keep these layers in 16 bits. Use FP16, which is more precise, if the captured maximum of their "
         "activations stays well below 65504; otherwise use BF16."
     ),
+    "weights": (
+        "Give these linears more bits: noisescope plan precision, with this report, chooses a format for each linear "
+        "within a budget. Smaller groups, a zero point (--asymmetric) and calibrated rounding (GPTQ, AWQ) lose less."
+    ),
+    "weights outside": (
+        "Leave embeddings and lm_head in 16 bits, as quantisers do by default: no plan rounds them, and the loss of "
+        "the whole model does not hold them."
+    ),
+    "activations": (
+        "Leave the inputs of these linears in 16 bits, or smooth their outlier channels first: noisescope plan "
+        "smoothquant, with this report, says what that gains."
+    ),
+    **dict.fromkeys(("kv-cache", "kv_cache", "keys", "values"), _CACHE),
     "divergence": (
         "Where two devices differ by more than 5 % (MAPE), raise the precision of the layer or smooth its outlier "
         "channels, then compare again."

@@ -49,14 +49,14 @@ from noisescope.errors import NothingInjected, unknown
 from noisescope.injection import Injection, Perturbation
 from noisescope.measures.fisher import GradientScreen
 from noisescope.model.anatomy import MODULE, Anatomy, Unit, linear_weight
-from noisescope.probe.formats import Format, quantise
+from noisescope.probe.formats import WEIGHT_GROUP, Format, quantise
 from noisescope.probe.recorded_call import RecordedCall
 from noisescope.sites import Site
 from noisescope.trial_id_names import registered
 
 # The same names and group are in diagnosis/format_costs.py, which may not import torch; a test keeps them in sync.
 UNTOUCHED = "bf16"  # 16 bits: the module is left as it is
-GROUP = 64
+GROUP = WEIGHT_GROUP
 WEIGHT_FORMATS: dict[str, Format] = {
     UNTOUCHED: Format(UNTOUCHED),
     "int8": Format("int8", "group", GROUP),
@@ -126,6 +126,11 @@ def count_block_parameters(model: nn.Module, anatomy: Anatomy) -> int:
     return sum(weight.numel() for weight in matrices)  # norms and biases are vectors
 
 
+def saturating_cost(squares: Tensor) -> Tensor:
+    """sqrt(1 + a^2) - 1 of a^2, without its cancellation."""
+    return squares / (1 + (1 + squares).sqrt())
+
+
 class FormatScreen(GradientScreen):
     """Projects the rounding error of each format on the gradients of linears' outputs.
 
@@ -160,7 +165,7 @@ class FormatScreen(GradientScreen):
         for fmt in self.formats.values():
             error = quantise(weight, fmt, weight=True).float() - weight.float()
             squares = ((x.float() @ error.T) * g.float()).sum(-1).square().flatten()  # a_t^2
-            costs = squares / (1 + (1 + squares).sqrt())  # sqrt(1 + a^2) - 1, without its cancellation
+            costs = saturating_cost(squares)
             if costs.numel() % batch:  # rows of an expert: whose they are is not known
                 columns.append(costs.sum().expand(batch) / batch)
             else:

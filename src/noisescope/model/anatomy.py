@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from noisescope.errors import InvalidInput, UnsupportedModel
-from noisescope.sites import OPERATORS, Place, Site, place_order
+from noisescope.sites import CACHED, OPERATORS, Place, Site, place_order
 
 # Kinds of unit: the module is the operator, or it holds function calls that are.
 MODULE, ATTENTION, EXPERTS, ROUTER, ROTARY, CALLS = "module", "attention", "experts", "router", "rotary", "calls"
@@ -48,6 +48,11 @@ class Unit:
     def role(self) -> str:
         """What a projection does in attention, in a gated MLP or for MoE experts, by its usual name; "" if unknown."""
         return "router" if self.component == "router" else ROLES.get(self.module.rpartition(".")[2], "")
+
+    @property
+    def injectable(self) -> tuple[str, ...]:
+        """What an injection may fall on: its operators, and of attention the keys and values that it reads."""
+        return (*self.operators, *CACHED) if self.kind == ATTENTION else self.operators
 
     @property
     def left_alone(self) -> bool:

@@ -87,6 +87,7 @@ def _entries(path: Path, data: Any, names: dict[str, str]) -> Iterator[tuple[str
 
 
 def _entry(path: Path, prefix: str, name: Any, value: Any, names: dict[str, str]) -> Iterator[tuple[str, str, Any]]:
+    name = "on" if name is True else name  # YAML 1.1 reads a bare `on` as true
     key, where = str(name).replace("-", "_"), f"{prefix}{cut(str(name))}"
     if key in SETTLED:
         wanted, why = SETTLED[key]

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from noisescope.options.base import Naming
 from noisescope.options.fields import (
+    CACHE_TOOLS,
     GRANULARITIES,
     NARROWEST_BITS,
     TARGETS,
@@ -72,6 +73,32 @@ class PrecisionOptions(VerifyOptions, BudgetOptions, ReportModelOptions, Printin
     output: Path | None = command_option(None, "With export: the file to write.", short="-o")
 
     def problems(self, named: Naming) -> Iterator[str]:
+        if (self.export is None) != (self.output is None):
+            yield f"{named('export')} and {named('output')} belong together: the tool, and the file to write for it"
+
+
+@dataclass(frozen=True, kw_only=True)
+class KvCacheOptions(SamplingOptions, ReportModelOptions, PrintingOptions):
+    command: ClassVar[str] = "plan kv-cache"
+
+    keep_layers: int | None = option(None, "Number of layers that keep 16 bits, the costliest.", least=0)
+    max_kl: float | None = option(
+        None,
+        "Nats per token that the rounded layers may cost together: as few layers are kept as that allows.",
+        least=0,
+        default_text="a tenth of what rounding all layers costs",
+    )
+    verify: bool = command_option(False, "Carry the plan out on the model, and measure.")
+    samples: int = changed(
+        SamplingOptions, "samples", 64, help="With verify: samples to measure on, after those of the report."
+    )
+    data: Source = changed(SamplingOptions, "data", default_text="the report's")
+    export: str | None = command_option(None, "Write the plan for another tool.", unit="TOOL", choices=CACHE_TOOLS)
+    output: Path | None = command_option(None, "With export: the file to write.", short="-o")
+
+    def problems(self, named: Naming) -> Iterator[str]:
+        if self.keep_layers is not None and self.max_kl is not None:
+            yield f"{named('keep_layers')} and {named('max_kl')} both decide how many layers are kept: give one of them"
         if (self.export is None) != (self.output is None):
             yield f"{named('export')} and {named('output')} belong together: the tool, and the file to write for it"
 

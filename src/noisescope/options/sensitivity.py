@@ -11,9 +11,15 @@ from noisescope.options.base import Naming
 from noisescope.options.fields import (
     DEFAULT_OPERATORS,
     EFFORTS,
+    FORMATS_ON,
     GATE_EFFORTS,
+    GAUSSIAN,
     GROUP,
+    INTEGERS,
     LEVELS,
+    NUMBER_FORMATS,
+    OUTPUTS,
+    OWN_SCALES,
     TEMPLATES,
     changed,
     command_option,
@@ -32,7 +38,7 @@ from noisescope.options.shared import (
     noise_scale,
     report_path,
 )
-from noisescope.sites import canonical_operator
+from noisescope.sites import CACHED, canonical_operator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +52,30 @@ class DiagnoseOptions(MeasuringOptions, ExecutionOptions, LoadingOptions, FileOp
         "standard", "screen predicts, standard injects where it matters, full injects everywhere.", choices=EFFORTS
     )
     noise_scale: float = option(0.05, "Relative size of the Gaussian noise; 0 is refused.", unit="S", check=noise_scale)
+    perturbation: Any = option(
+        GAUSSIAN,
+        "Gaussian noise, or a number format that numbers are rounded to.",
+        python="Or a perturbation: a value with a field scale, or a Format.",
+        choices=(GAUSSIAN, *NUMBER_FORMATS),
+        open=True,
+    )
+    on: str | None = option(
+        None,
+        "What is perturbed. activations are the inputs of linears; kv-cache is keys after rotation, and values.",
+        choices=(OUTPUTS, *FORMATS_ON),
+        word="target",
+        default_text="outputs; weights for a number format",
+    )
+    group_size: int | None = option(
+        None,
+        "With a number format: neighbouring numbers that share one scale.",
+        least=1,
+        default_text="weights 64 (fp8: an output channel); activations a token; kv-cache a head (fp8: no scale)",
+    )
+    asymmetric: bool = option(False, "With int8 and int4: a zero point beside each scale.")
     operators: tuple[str, ...] | None = option(
         None,
-        "Operators and groups to test: rows of the operator level and columns of the map.",
+        "Operators and groups to test: rows of the operator level and columns of the map. For noise on outputs alone.",
         default_text=", ".join(DEFAULT_OPERATORS),
         check=canonical_operator,
     )
@@ -58,9 +85,6 @@ class DiagnoseOptions(MeasuringOptions, ExecutionOptions, LoadingOptions, FileOp
     window: int = option(3, "Layers in a sliding window.", least=1, aliases=("window_size",))
     step: int = option(1, "Layers between windows.", least=1, aliases=("step_size",))
     outlier_threshold: float = option(10.0, "A channel is an outlier at this many times the median channel.", above=0)
-    perturbation: Any = option(
-        None, "Another perturbation than Gaussian noise: a value with a field scale.", surface="python", open=True
-    )
     target_degradation: float = option(
         0.10, "The loss that the critical noise scale is searched for.", above=0, below=1, surface="python"
     )
@@ -74,6 +98,41 @@ class DiagnoseOptions(MeasuringOptions, ExecutionOptions, LoadingOptions, FileOp
         "Write outputs of the linears that feed the residual stream, on the calibration data, to OUTPUT/activations.",
     )
     dry_run: bool = command_option(False, "Print trials, forwards, time and memory, and stop.")
+
+    @property
+    def format_on(self) -> str | None:
+        """What a number format is asked on; None for noise."""
+        name = self.perturbation
+        has_scale = name is None or name == GAUSSIAN or hasattr(name, "scale")
+        return None if has_scale else self.on or "weights"
+
+    def problems(self, named: Naming) -> Iterator[str]:
+        given, on = self.perturbation, self.format_on
+        chosen = named("perturbation")
+        if on is None:
+            if self.on not in (None, OUTPUTS):
+                yield f"{named('on')} {self.on} takes a number format, such as {chosen} int4: noise falls on outputs"
+            if self.group_size is not None or self.asymmetric:
+                one = named("asymmetric" if self.group_size is None else "group_size")
+                yield f"{one} belongs to a number format, such as {chosen} int4; noise has no groups"
+            if set(self.operators or ()) & {"kv_cache", *CACHED}:
+                yield f"keys and values take a number format: {chosen} fp8_e4m3 {named('on')} kv-cache"
+            return
+        if not isinstance(given, str) and not hasattr(given, "granularity"):
+            yield f"{chosen} takes a value with a field scale, or a Format; got {given!r}"
+        if on == OUTPUTS:
+            yield f"a number format falls on {', '.join(FORMATS_ON)}: give {named('on')} one of them"
+        if self.operators is not None:
+            yield f"{named('operators')} is for noise on outputs: a number format falls on all of its {on}"
+        if self.noise_scale != type(self).noise_scale:
+            yield f"{named('noise_scale')} is for Gaussian noise: a number format has no scale of noise"
+        if isinstance(given, str):
+            if self.group_size is not None and given in OWN_SCALES:
+                yield f"{given} {OWN_SCALES[given]}: leave {named('group_size')} out"
+            if self.asymmetric and given not in INTEGERS:
+                yield f"{named('asymmetric')} is for {' and '.join(INTEGERS)}: {given} has no zero point"
+        elif self.group_size is not None or self.asymmetric:
+            yield f"{named('group_size')} and {named('asymmetric')} go with a format's name: {given!r} has its own"
 
 
 @dataclass(frozen=True, kw_only=True)

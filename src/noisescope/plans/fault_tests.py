@@ -143,6 +143,11 @@ def to_csv(tests: Iterable[FaultTest]) -> str:
 
 def generate(found: Diagnosis) -> list[FaultTest]:
     """Tests of a diagnosis: operators, then windows of layers, then channels."""
+    if found.run.settings.question is not None:
+        raise InvalidInput(
+            f"this report is of {found.run.settings.question.name}, and fault tests break what noise breaks: "
+            "noisescope diagnose MODEL, without --perturbation"
+        )
     return refuse_none(propose_tests(found))
 
 

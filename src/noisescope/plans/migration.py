@@ -101,6 +101,11 @@ def plan_migration(found: Diagnosis, *, path: str = "report.json", device: str =
 def rank_places(found: Diagnosis | Conclusions) -> MigrationPlan:
     """Priorities with their evidence, precision and validation."""
     section = found.layer_analysis
+    if isinstance(found, Diagnosis) and found.run.settings.question is not None:
+        raise InvalidInput(
+            f"this report is of {found.run.settings.question.name}, and a migration plan ranks places by noise: "
+            "noisescope diagnose MODEL, without --perturbation"
+        )
     if section is None:
         raise InvalidInput(
             "a migration plan needs a report with the layer level: run noisescope diagnose MODEL --level "

@@ -8,6 +8,8 @@ format              scale                                                   valu
 bf16, fp16          none                                                    torch's cast there and back
 fp8_e4m3, fp8_e5m2  none, or s = a / M (M = 448, 57344) with a granularity  s * fp8(clamp(x / s, -M, M))
 int8, int4, int3    s = a / Q, Q = 2^(b-1) - 1 = 127, 7, 3                  s * clamp(round(x / s), -Q, Q)
+asymmetric int      s = (h - l) / R, R = 2^b - 1, l = min(x, 0),            s * (clamp(round(x / s) + z, 0, R) - z)
+                    h = max(x, 0), z = round(-l / s)
 mxfp4               s = 2^(floor(log2 a) - 2) as E8M0, blocks of 32         s * e2m1(x / s)
 nvfp4               s = t * e4m3((a / 6) / t), blocks of 16,                s * e2m1(x / s)
                     t = (a of the whole tensor) / (448 * 6)
@@ -15,7 +17,10 @@ nvfp4               s = t * e4m3((a / 6) / t), blocks of 16,                s * 
 
 All rounding is to nearest, ties to even. Sources: OCP 8-bit Floating Point Specification (OFP8) v1.0 for E4M3 and
 E5M2; OCP Microscaling Formats (MX) Specification v1.0 for E2M1, E8M0 and the MXFP4 scale; NVIDIA's documentation of
-NVFP4 for the two-level scale. An NVFP4 block so small beside the tensor that its E4M3 scale rounds to 0 becomes 0.
+NVFP4 for the two-level scale; with granularity "token" t is taken of each row, so that a token's value does not depend
+on the others in its batch. An NVFP4 block so small beside the tensor that its E4M3 scale rounds to 0 becomes 0. The
+zero point z of asymmetric integers is an integer, as in GPTQ, AWQ and compressed-tensors, so 0 stays 0 (llama.cpp's
+Q4_1 keeps l itself instead).
 
 Special values: NaN stays NaN and does not touch its neighbours. In fp8, int, mxfp4 and nvfp4 +-Inf becomes the largest
 value of its block, whose scale comes from the finite values alone (so next to none, when no finite value in the block
@@ -36,7 +41,7 @@ import torch
 from noisescope.errors import InvalidInput, unknown
 from noisescope.trial_id_names import registered
 
-__all__ = ["Format", "e2m1", "e8m0_scale", "quantise"]
+__all__ = ["Format", "e2m1", "e8m0_scale", "format_on", "quantise"]
 
 _ALIASES = {
     "bf16": ("bfloat16",),
@@ -57,6 +62,7 @@ _BLOCK = {"mxfp4": 32, "nvfp4": 16}
 _ELEMENT_BITS = {"bf16": 16, "fp16": 16, "fp8_e4m3": 8, "fp8_e5m2": 8}
 _ELEMENT_BITS |= {"int8": 8, "int4": 4, "int3": 3, "mxfp4": 4, "nvfp4": 4}
 _GRANULARITIES = ("tensor", "channel", "token", "group")
+WEIGHT_GROUP = 64  # weights that share a scale, in integer formats
 _E2M1_MAX = 6.0
 _E4M3_MAX = 448.0
 
@@ -70,11 +76,13 @@ class Format:
     ``group_size`` consecutive values of the last dimension), "channel" (weights: one per row; activations: one per
     index of the last dimension). Once built, the fields hold what is in force: the canonical name and the defaults
     filled in, so that two equal formats compare equal; ``granularity`` None then means that there is no scale.
+    ``asymmetric`` integers have a zero point beside each scale.
     """
 
     name: str
     granularity: str | None = None
     group_size: int | None = None
+    asymmetric: bool = False
 
     def __post_init__(self) -> None:
         key = self.name.strip().lower().replace("-", "_") if isinstance(self.name, str) else ""
@@ -85,13 +93,16 @@ class Format:
             raise unknown("granularity", kind, _GRANULARITIES)
         if name in _CAST and kind is not None:
             raise InvalidInput(f"{name} is a plain cast without a scale, so granularity must be None, got {kind!r}")
-        if block is not None and (kind not in (None, "group") or size not in (None, block)):
+        own = (None, "group", "token") if name == "nvfp4" else (None, "group")
+        if block is not None and (kind not in own or size not in (None, block)):
             raise InvalidInput(
                 f"{name} has fixed blocks of {block}; omit granularity and group_size, got {kind!r} and {size!r}"
             )
+        if self.asymmetric and name not in _INT_MAX:
+            raise InvalidInput(f"{name} has no zero point: asymmetric scaling is for {', '.join(_INT_MAX)}")
         if kind is None:
             kind = "group" if block is not None else "tensor" if name in _INT_MAX else None
-        if kind == "group":
+        if kind == "group" or block is not None:
             size = (block or 128) if size is None else size
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise InvalidInput(f"group_size must be an integer of at least 1, got {size!r}")
@@ -112,10 +123,31 @@ class Format:
     def bits(self) -> float:
         """Stored bits per value, with the scales where their share does not depend on the tensor's shape.
 
-        A scale takes 8 bits in mxfp4 (E8M0) and nvfp4 (E4M3), and 16 in other groups.
+        A scale takes 8 bits in mxfp4 (E8M0) and nvfp4 (E4M3), and 16 in other groups; a zero point as many as a value.
         """
         scale = 0 if self.group_size is None else 8 if self.name in _BLOCK else 16
+        scale += self.element_bits if self.asymmetric and self.group_size is not None else 0
         return self.element_bits + scale / (self.group_size or 1)
+
+
+def format_on(name: str, on: str, *, group_size: int | None = None, asymmetric: bool = False) -> Format:
+    """The format of weights, activations or a KV cache, with the scales that inference engines usually give it.
+
+    Weights: integers in groups of 64, fp8 with a scale per output channel. Activations: a scale per token, found as the
+    token comes. KV cache: integers with a scale per token and head, fp8 with none (vLLM's scale of 1). No scale is
+    shared by several tokens, so a value does not depend on what else is in the batch.
+    """
+    fmt = Format(name)
+    if fmt.name in _CAST or fmt.name == "mxfp4":
+        return fmt
+    if group_size is not None:
+        return Format(name, "group", group_size, asymmetric)
+    if on == "weights":
+        per_channel = {"fp8_e4m3": "channel", "fp8_e5m2": "channel"}
+        kind = per_channel.get(fmt.name, "group")
+        return Format(name, kind, WEIGHT_GROUP if fmt.name in _INT_MAX else fmt.group_size, asymmetric)
+    unscaled = on == "kv-cache" and fmt.name in _FP8
+    return Format(name, None if unscaled else "token", asymmetric=asymmetric)
 
 
 def quantise(tensor: torch.Tensor, fmt: Format | str, *, weight: bool = False) -> torch.Tensor:
@@ -142,9 +174,13 @@ def quantise(tensor: torch.Tensor, fmt: Format | str, *, weight: bool = False) -
         width, pad = fmt.group_size, -last % fmt.group_size
         x = torch.nn.functional.pad(x.reshape(-1, last), (0, pad))  # zeros never raise a block's amax
     x = x.reshape(-1, width)
-    amax = x.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().amax(dim, keepdim=True)  # [blocks, 1] or [1, channels]
-
-    y = _scaled(x, amax, fmt.name)
+    finite = x.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    if fmt.asymmetric:
+        y = _asymmetric(x, finite.amin(dim, keepdim=True), finite.amax(dim, keepdim=True), fmt.element_bits)
+    else:
+        amax = finite.abs().amax(dim, keepdim=True)  # [blocks, 1] or [1, channels]
+        rows = (last + pad) // width if fmt.granularity == "token" else None  # nvfp4: blocks of a token
+        y = _scaled(x, amax, fmt.name, blocks=rows)
     if pad:
         y = y.reshape(-1, last + pad)[:, :last]
     # s * Q can exceed a by one rounding, which at the very top of the dtype would be Inf.
@@ -167,8 +203,20 @@ def e8m0_scale(amax: torch.Tensor) -> torch.Tensor:
     return (_pow2_floor(amax.clamp_min(2.0**-125)) / 4).clamp_max(2.0**127)
 
 
-def _scaled(x: torch.Tensor, amax: torch.Tensor, name: str) -> torch.Tensor:
-    """x rounded with one scale per entry of ``amax``, which broadcasts against x."""
+def _asymmetric(x: torch.Tensor, low: torch.Tensor, high: torch.Tensor, bits: int) -> torch.Tensor:
+    """x rounded to 2^bits levels between ``low`` and ``high``, 0 among them."""
+    low, high, top = low.clamp_max(0.0), high.clamp_min(0.0), float(2**bits - 1)
+    # halves, for a range may be twice the largest number of the dtype
+    scale = ((high / 2 - low / 2) / top * 2).clamp_min(torch.finfo(x.dtype).tiny)
+    zero = (-low / scale).round()
+    return ((x / scale).round() + zero).clamp(0.0, top).sub(zero) * scale
+
+
+def _scaled(x: torch.Tensor, amax: torch.Tensor, name: str, blocks: int | None = None) -> torch.Tensor:
+    """x rounded with one scale per entry of ``amax``, which broadcasts against x.
+
+    ``blocks`` is for nvfp4: so many neighbouring ones share the larger scale; None means all of them.
+    """
     tiny = torch.finfo(x.dtype).tiny  # a floor for scales: a block of zeros divides by it and stays zero
     if name in _FP8:
         scale = (amax / torch.finfo(_FP8[name]).max).clamp_min(tiny)
@@ -179,7 +227,10 @@ def _scaled(x: torch.Tensor, amax: torch.Tensor, name: str) -> torch.Tensor:
     if name == "mxfp4":
         scale = e8m0_scale(amax)
         return e2m1(x / scale) * scale
-    tensor_scale = (amax.amax() / (_E4M3_MAX * _E2M1_MAX)).clamp_min(tiny)  # 0-dim
+    largest = amax.amax()  # 0-dim
+    if blocks is not None:
+        largest = amax.view(-1, blocks).amax(1).repeat_interleave(blocks)[:, None]
+    tensor_scale = (largest / (_E4M3_MAX * _E2M1_MAX)).clamp_min(tiny)
     scale = _fp8(amax / _E2M1_MAX / tensor_scale, torch.float8_e4m3fn) * tensor_scale
     return e2m1(x / torch.where(scale > 0, scale, 1.0)) * scale  # E4M3 may round a block's scale to 0: no 0 / 0
 

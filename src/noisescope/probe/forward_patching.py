@@ -88,6 +88,10 @@ class ModelScope:
         """
         raise NotImplementedError
 
+    def operators_at(self, unit: Unit) -> tuple[str, ...]:
+        """What `target_at` is asked about at a unit."""
+        return (*unit.operators, *((FUSED,) if unit.kind == ATTENTION else ()))
+
     def shortcut(self, block: int, x: Any) -> Any:
         """A block's output without running it; RUN runs it."""
         return RUN
@@ -202,7 +206,7 @@ class ModelScope:
         targets = [
             (unit, operator, self.target_at(unit, operator))
             for unit in self.anatomy.units
-            for operator in (*unit.operators, *((FUSED,) if unit.kind == ATTENTION else ()))
+            for operator in self.operators_at(unit)
         ]
         for wrapper in self._wrappers.values():  # from here on nothing can be refused any more
             wrapper.targets, wrapper.calls = {}, 0

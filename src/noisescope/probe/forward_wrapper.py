@@ -21,7 +21,7 @@ from noisescope.probe.function_mode import OperatorCalls, WeightUse
 from noisescope.probe.functions import first_tensor, with_tensor
 from noisescope.probe.operator_target import CallListener, Context, Once, OperatorTarget, Target
 from noisescope.probe.unfused_attention import decomposed_config, is_users_own, multihead
-from noisescope.sites import FUSED, WHOLE, Place
+from noisescope.sites import CACHED, FUSED, WHOLE, Place
 
 if TYPE_CHECKING:
     from noisescope.probe.forward_patching import ModelScope
@@ -218,7 +218,7 @@ class ForwardWrapper:
                 return multihead(self.module, *args, **kwargs)
             # Who watches whole calls as well looks at the model as it is: a user's own attention may be any formula.
             as_it_is = FUSED in targets and is_users_own(self.module)
-            if self._routed is None or as_it_is or not (targets.keys() & {"matmul", "bmm", "softmax"}):
+            if self._routed is None or as_it_is or not (targets.keys() & {"matmul", "bmm", "softmax", *CACHED}):
                 return self.original(*args, **kwargs)
             config = self.module.__dict__["config"]
             self.module.__dict__["config"] = self._routed

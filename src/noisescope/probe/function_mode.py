@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from noisescope.errors import UnsupportedModel
 from noisescope.probe.functions import OUTER, TRANSPOSED, Function, operands, operators_within
-from noisescope.probe.operator_target import CallListener, Context, Once, Target
+from noisescope.probe.operator_target import CallListener, Context, Once, OperatorTarget, Target
 from noisescope.probe.unfused_attention import FUSED_FUNCTION, scaled_dot_product
-from noisescope.sites import FUSED
+from noisescope.sites import CACHED, FUSED
 
 if TYPE_CHECKING:
     from noisescope.probe.forward_patching import ModelScope
@@ -45,6 +46,9 @@ class OperatorCalls(TorchFunctionMode):
         self._weights = {p.untyped_storage().data_ptr() for p in own}
         self._storage = storage  # opened attention computes in float32, but what it keeps is of this dtype
         self._opens_attention = any(operator in targets for operator in ("matmul", "softmax"))
+        found = {name: targets[name] for name in CACHED if name in targets}
+        self._cached = {name: target for name, target in found.items() if isinstance(target, OperatorTarget)}
+        self._products = 0  # of this call of the module: the first is q k^T, the second P v
 
     def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -54,7 +58,13 @@ class OperatorCalls(TorchFunctionMode):
             if func is FUSED_FUNCTION and self._opens_attention:
                 with self._scope.mode or self:
                     return scaled_dot_product(*args, **kwargs)
-            target = self._targets.get(self._operator(func, args))
+            if func is FUSED_FUNCTION and self._cached:
+                args, kwargs = self._with_cached(args, kwargs, {"keys": (1, "key"), "values": (2, "value")})
+                return func(*args, **kwargs)
+            operator = self._operator(func, args)
+            if self._cached and operator in ("matmul", "bmm") and func is not torch.einsum:
+                args, kwargs = self._with_cached_factor(func, operator, args, kwargs)
+            target = self._targets.get(operator)
             if target is not None:
                 return self._perform(target, func, list(args), kwargs)
         return func(*args, **kwargs)
@@ -69,6 +79,37 @@ class OperatorCalls(TorchFunctionMode):
         if self._weights and any(tensor.untyped_storage().data_ptr() in self._weights for tensor in tensors):
             return "linear"  # `x @ self.weight`: a projection written by hand
         return operator
+
+    def _with_cached(
+        self, args: Any, kwargs: dict[str, Any], where: dict[str, tuple[int, str]], *, transposed: bool = False
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments with keys and values as a cache gives them back; `where` has their position or name."""
+        args, kwargs = list(args), dict(kwargs)
+        for name, (position, keyword) in where.items():
+            target = self._cached.get(name)
+            if target is None:
+                continue
+            tensor = args[position] if position < len(args) else kwargs[keyword]
+            tensor = tensor.transpose(-1, -2) if transposed else tensor  # [..., tokens, channels of a head]
+            tensor = target.on_output(tensor, self.context, self.context.occurrence(target), fresh=False)
+            tensor = tensor.transpose(-1, -2) if transposed else tensor
+            if position < len(args):
+                args[position] = tensor
+            else:
+                kwargs[keyword] = tensor
+        return args, kwargs
+
+    def _with_cached_factor(
+        self, func: Function, operator: str, args: Any, kwargs: dict[str, Any]
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """The same for attention written as two products: q k^T, then P v."""
+        if self._products > 1:
+            raise UnsupportedModel("attention here has more than two products: which of them read keys is not known")
+        name = CACHED[self._products]
+        self._products += 1
+        at = operands(func, operator, args, kwargs)[0][-1]
+        where = (at, "") if isinstance(at, int) else (len(args), at)
+        return self._with_cached(args, kwargs, {name: where}, transposed=name == "keys")
 
     def targets_operator(self, operator: str) -> bool:
         """Whether a call of this operator, made here, is perturbed."""

@@ -10,14 +10,15 @@ from types import TracebackType
 import torch
 from torch import nn
 
-from noisescope.errors import InvalidInput, NoiseRoundsAway, NothingInjected
+from noisescope.errors import InvalidInput, NoiseRoundsAway, NothingInjected, UnsupportedModel
 from noisescope.injection import Injection
 from noisescope.model.anatomy import Anatomy, Unit
+from noisescope.probe.formats import Format
 from noisescope.probe.forward_patching import ModelScope
 from noisescope.probe.forward_wrapper import in_backward
 from noisescope.probe.operator_target import OperatorTarget, Target
 from noisescope.probe.tally import SiteCount, Tally
-from noisescope.sites import FUSED, GROUPS, OUTER_PLACES, PHASES, Place, matches_operator, place_order
+from noisescope.sites import CACHED, GROUPS, OUTER_PLACES, PHASES, Place, matches_operator, place_order
 
 WEIGHTED = ("linear", "norm", "embedding")
 
@@ -102,8 +103,11 @@ class Probe(ModelScope):
         started = self.context is not None or in_backward()
         return self.gradients_only and not started and not torch.is_grad_enabled()
 
+    def operators_at(self, unit: Unit) -> tuple[str, ...]:
+        return unit.injectable
+
     def target_at(self, unit: Unit, operator: str) -> Target | None:
-        if operator == FUSED or not self.injection.selects(unit.site(operator)):
+        if not self.injection.selects(unit.site(operator)):
             return None
         if unit.packed and self.injection.tensor == "weight":
             raise InvalidInput(
@@ -127,11 +131,11 @@ class Probe(ModelScope):
     def _has_tensor(self, operator: str) -> bool:
         """Whether an operator has the targeted tensor: a softmax has no weight, an embedding no float input."""
         tensor = self.injection.tensor
-        return {"weight": operator in WEIGHTED, "input": operator != "embedding"}.get(tensor, True)
+        return {"weight": operator in WEIGHTED, "input": operator not in ("embedding", *CACHED)}.get(tensor, True)
 
     def _operators_that_ran(self) -> set[tuple[str, str]]:
         """(operator, module) of units that are certain to compute them and were called, as far as targets reach now."""
-        certain = {(op, unit.module) for unit in self.anatomy.units if unit.certain for op in unit.operators}
+        certain = {(op, unit.module) for unit in self.anatomy.units if unit.certain for op in unit.injectable}
         targets = [
             (target.operator, target.unit.module)
             for wrapper in self._wrappers.values()
@@ -153,8 +157,9 @@ class Probe(ModelScope):
                     f"modules: {pattern!r} matches no operator's module; `noisescope inspect -v` lists them"
                 )
         hit = [
-            (op, unit) for unit in self.anatomy.units for op in unit.operators if self.injection.selects(unit.site(op))
+            (op, unit) for unit in self.anatomy.units for op in unit.injectable if self.injection.selects(unit.site(op))
         ]
+        self._check_cached([unit for op, unit in hit if op in CACHED])
         if self.injection.tensor == "weight" and not any(op in WEIGHTED for op, _ in hit):
             raise NothingInjected("tensor='weight' needs an operator with a weight: linear, norm or embedding")
         if self.injection.tensor == "input" and hit and all(op == "embedding" for op, _ in hit):
@@ -167,12 +172,31 @@ class Probe(ModelScope):
         if not hit:
             raise NothingInjected(self._why_not(None))
 
+    def _check_cached(self, units: list[Unit]) -> None:
+        """Refuse what can't be done to keys and values."""
+        if not units:
+            return
+        if not isinstance(self.injection.perturbation, Format):
+            raise InvalidInput(
+                f"keys and values are read again for every later token, so they take a number format such as "
+                f"Format('fp8_e4m3'), not {self.injection.perturbation!r}, which would draw anew each time"
+            )
+        if self.injection.tensor != "output":
+            raise InvalidInput(f"keys and values have no {self.injection.tensor}: leave tensor out")
+        modules = dict(self.model.named_modules())
+        for unit in units:
+            if getattr(modules.get(unit.module), "kv_lora_rank", None):
+                raise UnsupportedModel(
+                    f"{unit.module} ({type(modules[unit.module]).__name__}) caches a compressed latent (kv_lora_rank), "
+                    "not keys and values: what rounding its cache costs is not modelled"
+                )
+
     def _why_not(self, operator: str | None) -> str:
         """Why nothing was found to inject into, and what to do."""
         what = f"operator {operator!r}" if operator else "no operator"
         units = self.anatomy.units
         members = GROUPS[operator][0] if operator in GROUPS else {operator}
-        where = sorted({str(u.place) for u in units if members & set(u.operators)}) if operator else []
+        where = sorted({str(u.place) for u in units if members & set(u.injectable)}) if operator else []
         if operator and not where:
             present = sorted({op for unit in units for op in unit.operators})
             return f"{what} does not exist in {self.anatomy.architecture}: it computes {', '.join(present)}"
@@ -224,7 +248,7 @@ class Probe(ModelScope):
 
     def fired(self, name: str) -> list[SiteCount]:
         """The sites of an operator or group that fired."""
-        units = {(unit.module, op): unit.component for unit in self.anatomy.units for op in unit.operators}
+        units = {(unit.module, op): unit.component for unit in self.anatomy.units for op in unit.injectable}
         fired = [site for site in self.tally.sites if site.total]
         return [s for s in fired if matches_operator({name}, s.operator, units[s.module, s.operator])]
 

@@ -26,7 +26,7 @@ def first_noisy_block(injection: Injection, anatomy: Anatomy) -> int:
     """The first block that an injection touches; 0 where it touches what comes before, their number where none."""
     first = len(anatomy.blocks)
     for unit in anatomy.units:
-        if any(injection.selects(unit.site(operator)) for operator in unit.operators):
+        if any(injection.selects(unit.site(operator)) for operator in unit.injectable):
             if isinstance(unit.place, int):
                 first = min(first, unit.place)
             elif unit.place in ("embed", "rotary"):

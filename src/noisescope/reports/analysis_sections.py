@@ -51,11 +51,13 @@ _PAIRS = {
 def operators(report: DiagnosisReport) -> Iterable[Section]:
     if not report.operator_analysis:
         return
+    scored = report.run.settings.question is None  # a number format has no scale to divide a loss by
     rows = [
-        (name, *_loss(row), row.sensitivity_score, *_divergence(row), row.total_injections)
+        (name, *_loss(row), *((row.sensitivity_score,) if scored else ()), *_divergence(row), row.total_injections)
         for name, row in ranked_operators(report)
     ]
-    head = ("operator", f"{metric_name(run_metric(report.run))} lost", "band", "sensitivity score", *KL, "injections")
+    score = ("sensitivity score",) if scored else ()
+    head = ("operator", f"{metric_name(run_metric(report.run))} lost", "band", *score, *KL, "injections")
     yield Section("operators", "Operators", (folded(table("operators", head, rows, "Operators"), "row"),))
 
 
@@ -66,11 +68,13 @@ def folded(found: Table, what: str) -> Details:
 
 def layers(report: DiagnosisReport) -> Iterable[Section]:
     if report.layer_analysis is not None:
-        yield from layer_sections(report.layer_analysis, metric_name(run_metric(report.run)))
+        question = report.run.settings.question
+        injected = "" if question is None else question.name
+        yield from layer_sections(report.layer_analysis, metric_name(run_metric(report.run)), injected)
 
 
-def layer_sections(section: LayerAnalysis, metric: str) -> Iterable[Section]:
-    """The layers, and the numbers of the heat map; `metric` in words."""
+def layer_sections(section: LayerAnalysis, metric: str, injected: str = "") -> Iterable[Section]:
+    """The layers, and the numbers of the heat map; `metric` in words, and what was injected if not noise."""
     columns = (f"{metric} lost", "band")
     windows = (
         (row.layer_range, *_loss(row), _interaction(row.interaction_index), *_divergence(row))
@@ -92,7 +96,8 @@ def layer_sections(section: LayerAnalysis, metric: str) -> Iterable[Section]:
             "both."
         )
         blocks.append(Paragraph(scaled))
-    yield Section("layers", f"Layers (noise on {', '.join(section.operators)})", tuple(blocks))
+    title = f"Layers ({injected or 'noise on ' + ', '.join(section.operators)})"
+    yield Section("layers", title, tuple(blocks))
 
 
 def _avalanches(section: LayerAnalysis, metric: str) -> Iterable[Block]:

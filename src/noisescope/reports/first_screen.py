@@ -31,13 +31,17 @@ MOST_LIMITS = 4
 
 def facts(report: DiagnosisReport) -> Iterator[tuple[str, str]]:
     """Under the title: of what, on what, when, by which version."""
-    yield from run_facts(report.run, report.run.settings.perturbation)
+    question = report.run.settings.question
+    yield from run_facts(report.run, report.run.settings.perturbation if question is None else question.name)
 
 
 def run_facts(run: Run, noise: str) -> Iterator[tuple[str, str]]:
     yield "Model", f"{run.model.source}: {run.model.architecture}, {run.model.blocks} blocks"
     yield "Data", f"{run.data.source}, {run.data.samples} samples, {run.data.scored_tokens} scored tokens"
-    yield "Noise", f"{noise}, {counted(len(run.settings.seeds), 'seed')}"
+    if run.settings.question is not None:
+        yield "Number format", noise
+    else:
+        yield "Noise", f"{noise}, {counted(len(run.settings.seeds), 'seed')}"
     version = run.versions.get("noisescope", "")
     when = run.finished[:16].replace("T", " ")
     yield "Run", f"{when}, noisescope {version}, {run.device}, {run.conditions.dtype}"

@@ -11,7 +11,9 @@ import math
 import shlex
 from collections.abc import Iterator
 
+from noisescope.diagnosis.question import Question
 from noisescope.diagnosis.report import Run
+from noisescope.options.fields import INTEGERS
 from noisescope.options.sensitivity import DiagnoseOptions
 from noisescope.reports.document import Command
 from noisescope.reports.report_file import DiagnosisReport
@@ -30,10 +32,21 @@ def run_command(report: DiagnosisReport, *, effort: str = "", samples: int = 0) 
     words += ["--samples", str(samples or run.data.samples), "--seeds", str(len(settings.seeds))]
     words += ["--effort", effort or settings.effort, "--dtype", run.conditions.dtype]
     words += [] if run.conditions.device == "cpu" else ["--device", run.conditions.device]
-    for name, value in (("noise_scale", settings.noise_scale), ("window", settings.window), ("step", settings.step)):
+    words += _format(settings.question)
+    scale = settings.noise_scale if settings.question is None else _DEFAULTS["noise_scale"]
+    for name, value in (("noise_scale", scale), ("window", settings.window), ("step", settings.step)):
         words += [] if value == _DEFAULTS[name] else [f"--{name.replace('_', '-')}", f"{value:g}"]
     words += [] if settings.levels == _DEFAULTS["level"] else ["--level", ",".join(settings.levels)]
     return shlex.join([*words, *(["-o", run.store] if run.store else [])])
+
+
+def _format(question: Question | None) -> list[str]:
+    """The options that ask about a number format; formats with blocks of their own take no group size."""
+    if question is None:
+        return []
+    grouped = question.granularity == "group" and question.format in INTEGERS
+    size = ["--group-size", str(question.group_size)] if grouped else []
+    return ["--perturbation", question.format, "--on", question.on, *size, *["--asymmetric"] * question.asymmetric]
 
 
 def _data(run: Run) -> list[str]:
@@ -50,7 +63,11 @@ def next_steps(report: DiagnosisReport) -> Iterator[Command]:
     elif report.executive_summary.overall_risk_level == "not measurable":
         more = min(4 * run.data.samples, MOST_SAMPLES)
         yield Command(run_command(report, samples=more), "Measure again, with more samples:")
-    if report.layer_analysis is not None:
+    if settings.question is not None:
+        if settings.question.on == "kv-cache" and report.layer_analysis is not None:
+            words = "Choose the layers whose KV cache keeps 16 bits, and measure the result:"
+            yield Command(shlex.join(["noisescope", "plan", "kv-cache", folder, "--verify"]), words)
+    elif report.layer_analysis is not None:
         words = "List what to validate first on the new hardware, with the commands for both machines:"
         yield Command(shlex.join(["noisescope", "plan", "migration", folder]), words)
     plan, scores = report.precision_plan, report.format_scores

@@ -25,7 +25,7 @@ from noisescope.reports.words import (
     span,
 )
 
-STAR = "injected; all others are predicted by the Fisher screen, scaled to match injections"
+STAR = "injected; all others are predicted by the screen, scaled to match injections"
 MOST_POINTS = 60  # of a curve
 
 
@@ -53,7 +53,7 @@ def effect_chart(key: str, what: str, rows: Sequence[tuple[str, Effect]], metric
             Bar(name, replace(loss_cell(row), tone=band_of(row).tone), loss.low, loss.high)
             for name, row, loss in losses
         )
-        yield Chart(key, f"{capitalised(metric)} lost by {what}", f"share of the {metric} lost under noise", bars)
+        yield Chart(key, f"{capitalised(metric)} lost by {what}", f"share of the {metric} lost", bars)
         return
     known = [(name, row, kl) for name, row in rows if (kl := row.divergence) is not None]
     if known:
@@ -90,7 +90,7 @@ def heat_map(section: LayerAnalysis, metric: str) -> HeatMap | None:
         tuple(tuple("" if row is None else _hover(row, metric) for row in line) for line in grid),
         STAR,
         tuple(strip) if len(strip) >= len(places) else (),
-        f"By layer, noise on {', '.join(section.operators)}: divergence of the output, nats per token",
+        f"By layer ({', '.join(section.operators)}): divergence of the output, nats per token",
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from noisescope.comparison.roundoff import Roundoff
+from noisescope.diagnosis.question import Question
 from noisescope.diagnosis.report import Robustness, RobustnessCurve, Run
 from noisescope.diagnosis.rows import Effect
 from noisescope.findings import Risk
@@ -93,17 +94,21 @@ def method(run: Run, *, diverging: bool) -> Section:
     """How numbers were made; of a curve, which shows no divergence, only what concerns losses."""
     cost = run.cost
     versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
+    question = run.settings.question
+    same = "; every scale and every window gets the same noise draws" if question is None else ""
+    score = f"The sensitivity score is the {metric_name(run_metric(run))} lost, divided by the scale of the noise."
     losses = (
-        "Intervals are 95 % and paired by sample; every scale and every window gets the same noise draws. The "
+        f"Intervals are 95 % and paired by sample{same}. The "
         "intervals of losses hold simultaneously for all rows of a table, so any row may be singled out. The largest "
         "loss is also given corrected for selection: measured on samples that were not used to select it, as its "
         "finding states it. Selection can only inflate the largest loss, so only the lower end of its interval is "
         "corrected. Intervals decide bands, avalanche points and findings; a row whose interval spans two bands is "
-        "borderline. p values are corrected for the number of rows in their table (Holm). The sensitivity score is the "
-        f"{metric_name(run_metric(run))} lost, divided by the scale of the noise."
+        "borderline. p values are corrected for the number of rows in their table (Holm). "
+        f"{score if question is None else _no_scale(question)}"
     )
     divergence = (
-        "KL is the divergence of the noisy output from the clean one, in nats per token. The first number is typical: "
+        f"KL is the divergence of the {'noisy' if question is None else 'rounded'} output from the clean one, in nats "
+        "per token. The first number is typical: "
         "the geometric mean of the middle three fifths of the samples. It ranks the rows and ignores the tails. The "
         "mean is taken over all samples, and a few of them can dominate it. Where the tail allows no upper bound, the "
         f"report says 'at least' and gives the lower bound. A KL below {run.kl_floor:.0e} is indistinguishable from 0. "
@@ -118,6 +123,16 @@ def method(run: Run, *, diverging: bool) -> Section:
     explained = [Paragraph(losses, "Losses.")]
     explained += [Paragraph(divergence, "Divergence.")] if diverging else []
     return Section("method", "Method", (*explained, Paragraph(_asked(run)), Paragraph(spent)))
+
+
+def _no_scale(question: Question) -> str:
+    """What a report on a number format leaves out, and what replaces it."""
+    return (
+        f"{question.name}: a number format has no scale of noise, so there is no sensitivity score, no critical "
+        "threshold and no gradient ratio; an operator is critical where its loss lies in the band CRITICAL. It draws "
+        "nothing, so one seed is enough. Predictions project its own rounding errors on gradients: trust their order "
+        "more than their size."
+    )
 
 
 def _asked(run: Run) -> str:
@@ -150,11 +165,15 @@ def risk_scores(report: DiagnosisReport) -> Iterable[Section]:
     explained = (
         "The overall risk is the higher of two levels: that of the report score and that of the worst significant "
         "finding. Where there are too few samples to detect a loss that matters, the risk is not measurable, whatever "
-        "the scores say. The dashboard score uses only the point estimate of the loss under noise in all matrix "
-        "products."
+        f"the scores say. The dashboard score uses only the point estimate of the loss under {_everywhere(report.run)}."
     )
     scores = folded(table("risk-scores", ("score", "points", "level", "terms"), rows, "Scores"), "score")
     yield Section("risk-scores", "Risk scores", (Paragraph(explained), scores))
+
+
+def _everywhere(run: Run) -> str:
+    question = run.settings.question
+    return "noise in all matrix products" if question is None else f"{question.phrase} in all blocks"
 
 
 def _risk(name: str, risk: Risk) -> tuple[object, ...]:
@@ -178,7 +197,9 @@ def point_rules(report: DiagnosisReport) -> Iterable[Section]:
     blocks: list[Block] = [Paragraph(explained)]
     if rows:
         head = ("row", f"{metric} lost", "band by point value", "sensitivity score", "score band by point value")
-        labels = table("point-rules", head, (_labels(name, row) for name, row in rows), "Labels by point values")
+        columns = len(head) if report.run.settings.question is None else 3  # a number format has no score
+        body = (_labels(name, row)[:columns] for name, row in rows)
+        labels = table("point-rules", head[:columns], body, "Labels by point values")
         blocks.append(folded(labels, "row"))
     if points:
         head = ("layers", f"{metric} lost", "severity", "neighbours", "layers in common")

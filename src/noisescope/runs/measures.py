@@ -15,6 +15,7 @@ from noisescope.data.answers import answers_match
 from noisescope.errors import InvalidInput
 from noisescope.measures.fisher import GradientScreen, Screen
 from noisescope.measures.format_costs import FormatScreen, count_block_parameters, effective_bits, weight_format
+from noisescope.measures.format_screen import QuestionScreen
 from noisescope.model.anatomy import linear_weight
 from noisescope.probe.capture import Capture
 from noisescope.probe.inject import Probe, inject
@@ -131,6 +132,22 @@ def screen(runner: TrialRunner, trial: Trial) -> Result:
         "lost": sorted(str(site) for site in scope.lost),
     }
     return Result(samples, {}, facts, {"sums": table, "tokens": tokens, "channels": np.concatenate(channels)})
+
+
+def format_screen(runner: TrialRunner, trial: Trial) -> Result:
+    """Predicted KL of a number format at every site it may fall on, summed over scored tokens."""
+    assert trial.injection is not None
+    part, draws = trial.slice, int(trial.settings["draws"])
+    scope = QuestionScreen(runner.model, trial.injection, anatomy=runner.anatomy)
+    samples, tokens = _send_gradients(runner, scope, trial, size=max(1, (part.stop - part.start) // SCREEN_PARTS))
+    position = {sample: at for at, sample in enumerate(samples)}
+    sites = sorted(scope.sums, key=site_order)
+    table = np.zeros((len(sites), len(samples)))
+    for row, site in enumerate(sites):
+        for name, value in scope.sums[site].items():
+            table[row, position[name % CHOICE]] += value / draws
+    facts = {"sites": [site.facts() for site in sites], "draws": draws, "lost": scope.unpredicted(runner.anatomy)}
+    return Result(samples, {}, facts, {"sums": table, "tokens": tokens})
 
 
 def formats(runner: TrialRunner, trial: Trial) -> Result:
@@ -298,4 +315,5 @@ MEASURES: dict[str, Callable[[TrialRunner, Trial], Result | Finish]] = {
     "curvature": curvature,
     "gradients": gradients,
     "formats": formats,
+    "format_screen": format_screen,
 }

@@ -1,0 +1,73 @@
+"""A number format as a question: its settings, and the models that it can't be asked of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from noisescope.diagnosis.context import Settings
+from noisescope.errors import InvalidInput, UnsupportedModel
+from noisescope.model.anatomy import ATTENTION
+from noisescope.model.loading import Subject
+from noisescope.options.sensitivity import DiagnoseOptions
+from noisescope.probe.formats import Format, format_on
+
+_CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def format_settings(subject: Subject, options: DiagnoseOptions, on: str, **chosen: Any) -> Settings:
+    """The settings of `--perturbation FORMAT --on ...`; refused where this model has nothing to round."""
+    given = options.perturbation
+    fmt = given
+    if not isinstance(given, Format):
+        fmt = format_on(given, on, group_size=options.group_size, asymmetric=options.asymmetric)
+    _refuse_same_dtype(subject, fmt)
+    if on == "kv-cache":
+        if not any(unit.kind == ATTENTION for unit in subject.anatomy.units):
+            raise UnsupportedModel(f"{subject.anatomy.architecture} has no attention module, so no KV cache to round")
+    else:
+        _refuse_adapters(subject)
+    if on == "weights":
+        _refuse_packed(subject)
+    return Settings.of_format(fmt, on, **chosen)
+
+
+def tied_modules(subject: Subject) -> tuple[str, ...]:
+    """Modules whose weight is also that of lm_head, lm_head among them; () where it has its own."""
+    modules = dict(subject.model.named_modules(remove_duplicate=False))
+    units = [unit for unit in subject.anatomy.units if {"linear", "embedding"} & set(unit.operators)]
+    weights = {unit.module: getattr(modules[unit.module], "weight", None) for unit in units}
+    heads = [weights[unit.module] for unit in units if unit.place == "lm_head" and weights[unit.module] is not None]
+    tied = tuple(name for name, weight in weights.items() if any(weight is head for head in heads))
+    return tied if len(tied) > 1 else ()
+
+
+def _refuse_same_dtype(subject: Subject, fmt: Format) -> None:
+    dtype = next(p.dtype for p in subject.model.parameters() if p.is_floating_point())
+    if _CASTS.get(fmt.name) is dtype:
+        raise InvalidInput(
+            f"the model computes in {str(dtype).removeprefix('torch.')}, so rounding to {fmt.name} changes nothing: "
+            "load it in float32 (--dtype float32) to see what that costs"
+        )
+
+
+def _refuse_packed(subject: Subject) -> None:
+    """A weight that is quantised already can't be rounded by itself."""
+    packed = [unit for unit in subject.anatomy.units if unit.packed]
+    if packed:
+        more = f" and {len(packed) - 1} more" if len(packed) > 1 else ""
+        raise UnsupportedModel(
+            f"{packed[0].module} is a {packed[0].packed} whose weight is packed{more}, in a number format already. Ask "
+            "of the checkpoint before quantisation, or of --on activations or kv-cache"
+        )
+
+
+def _refuse_adapters(subject: Subject) -> None:
+    """An adapter is kept in 16 bits beside a rounded weight, or merged before rounding: two different questions."""
+    for name, module in subject.model.named_modules():
+        if hasattr(module, "lora_A") and hasattr(module, "base_layer"):
+            raise UnsupportedModel(
+                f"{name} is a {type(module).__name__} with an adapter beside its weight: merge the adapters first "
+                "(model.merge_and_unload()), or unload them, and ask again"
+            )

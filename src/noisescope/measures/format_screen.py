@@ -1,0 +1,154 @@
+"""A number format screened: what rounding weights, inputs of linears, or keys and values would cost, site by site.
+
+The error d_t that rounding puts on a token t is known exactly, so it is projected on the gradient of that token:
+a_t = g_t . d_t, and the predicted KL is the sum over tokens of sqrt(1 + a_t^2) - 1. Why, and how well that ranks, is in
+format_costs.py. A site's errors are
+
+    weights       (Wq - W) x_t      on the output of a linear, or the table row read by an embedding
+    activations   W (q(x_t) - x_t)  on the output of a linear
+    keys, values  q(k_t) - k_t      on what attention reads of token t, all heads together
+
+Predictions add up over sites, so they can't see errors that compound, and rounding is no small error everywhere: trust
+the order more than the size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+
+from torch import Tensor, nn
+
+from noisescope.errors import NothingInjected
+from noisescope.injection import Injection
+from noisescope.measures.fisher import GradientScreen
+from noisescope.measures.format_costs import saturating_cost
+from noisescope.model.anatomy import ATTENTION, MODULE, Anatomy, Unit, linear_weight
+from noisescope.probe.formats import Format, quantise
+from noisescope.probe.function_mode import WeightUse
+from noisescope.probe.recorded_call import RecordedCall
+from noisescope.sites import CACHED, FUSED, Site
+
+PRODUCTS = ("matmul", "bmm")
+
+
+class QuestionScreen(GradientScreen):
+    """Projects a format's errors on gradients.
+
+    with QuestionScreen(model, injection) as screen, torch.enable_grad():
+        screen.samples = ids_of_the_batch
+        screen.score(model(tokens).logits.flatten(0, 1), scored, keys, draws=2, seed=0)
+    screen.sums[site][sample]      # predicted KL, summed over tokens and draws
+    """
+
+    def __init__(self, model: nn.Module, where: Injection, *, anatomy: Anatomy | None = None) -> None:
+        super().__init__(model, anatomy)
+        assert isinstance(where.perturbation, Format)
+        self.where, self.format = where, where.perturbation
+        self.of_cache = bool({"kv_cache", *CACHED} & (where.operators or frozenset()))
+        self.recorded: list[tuple[Site, Tensor]] = []  # KL [B] of each site in the backward that runs now
+        self.sums: dict[Site, dict[int, float]] = {}
+
+    def unpredicted(self, anatomy: Anatomy) -> list[str]:
+        """Sites that the injection falls on and that have no prediction: products of fused experts."""
+        sites = [(unit, op) for unit in anatomy.units for op in unit.injectable if self.where.selects(unit.site(op))]
+        return sorted(str(unit.site(op)) for unit, op in sites if not self._predicts(unit, op))
+
+    def _predicts(self, unit: Unit, operator: str) -> bool:
+        if self.of_cache:
+            return unit.kind == ATTENTION
+        if operator == "embedding":
+            return self.where.tensor == "weight"
+        return unit.kind == MODULE and operator == "linear" and not (unit.packed and self.where.tensor == "weight")
+
+    def reads(self, unit: Unit, operator: str) -> bool:
+        if self.of_cache:
+            chosen = any(self.where.selects(unit.site(name)) for name in CACHED)
+            return unit.kind == ATTENTION and chosen and operator in (FUSED, *PRODUCTS)
+        return self._predicts(unit, operator) and self.where.selects(unit.site(operator))
+
+    def _where(self, unit: Unit, operator: str) -> bool:
+        return operator == "embedding" or self.reads(unit, operator)
+
+    def read_gradient(self, call: RecordedCall, y: Tensor) -> None:
+        if self.of_cache:
+            self._read_cached(call)
+            return
+        module = call.callee
+        if call.operator == "embedding":
+            error = self._table_error(call)
+            self._on_gradient(call.site, y, lambda: error)
+            return
+        x = call.tensors[0].detach()
+        on_weights = self.where.tensor == "weight"
+
+        def linear_error() -> Tensor:
+            weight = linear_weight(module)
+            if on_weights:
+                return x.float() @ (quantise(weight, self.format, weight=True).float() - weight.float()).T
+            return (quantise(x, self.format).float() - x.float()) @ weight.float().T
+
+        self._on_gradient(call.site, y, linear_error)
+
+    def _table_error(self, call: RecordedCall) -> Tensor:
+        """What an embedding gives from its rounded table, less what it gives: some scale their rows."""
+        with WeightUse(call.callee, lambda weight: quantise(weight.detach(), self.format, weight=True)):
+            rounded: Tensor = type(call.callee).forward(call.callee, *call.args, **call.kwargs)
+        clean = call.output_tensor
+        assert clean is not None
+        return rounded.detach().float() - clean.detach().float()
+
+    def _read_cached(self, call: RecordedCall) -> None:
+        if call.operator == FUSED:
+            found = dict(zip(CACHED, (call.attention.key, call.attention.value), strict=True))
+        elif call.occurrence < len(CACHED):  # q k^T, then P v; keys come transposed
+            found = {CACHED[call.occurrence]: call.inputs[-1]}
+        else:
+            return
+        for name, tensor in found.items():
+            site = call.unit.site(name)
+            if not self.where.selects(site) or not tensor.requires_grad:
+                continue
+            turned = name == "keys" and call.operator != FUSED
+            stored = tensor.detach().transpose(-1, -2) if turned else tensor.detach()
+
+            def cached_error(stored: Tensor = stored) -> Tensor:
+                return quantise(stored, self.format).float() - stored.float()
+
+            self._on_gradient(site, tensor, cached_error, turned=turned, by_head=True)
+
+    def _on_gradient(
+        self, site: Site, y: Tensor, error: Callable[[], Tensor], *, turned: bool = False, by_head: bool = False
+    ) -> None:
+        def add(gradient: Tensor) -> None:
+            g = gradient.transpose(-1, -2) if turned else gradient
+            products = (error() * g.float()).sum(-1)  # [B, T], [B * T], or by head [B, H, S] or [B * H, S]
+            self.recorded.append((site, self._by_sample(products, by_head=by_head)))
+
+        y.register_hook(add)  # type: ignore[no-untyped-call]
+
+    def _by_sample(self, products: Tensor, *, by_head: bool) -> Tensor:
+        """Predicted KL [B] from a_t."""
+        assert self.samples is not None
+        batch = self.samples.numel()
+        if by_head:
+            products = products.view(batch, -1, products.shape[-1]).sum(1)
+        costs = saturating_cost(products.square().flatten())
+        if costs.numel() % batch:  # rows of an expert: whose they are is not known
+            return costs.sum().expand(batch) / batch
+        return costs.view(batch, -1).sum(1)
+
+    def take_in(self) -> None:
+        assert self.samples is not None
+        recorded, self.recorded = self.recorded, []
+        for site, found in recorded:
+            known = self.sums.setdefault(site, {})
+            for sample, value in zip(self.samples.tolist(), found.double().tolist(), strict=True):
+                known[sample] = known.get(sample, 0.0) + value
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        if kind is None and not self.sums:
+            raise NothingInjected("nothing that could be rounded was seen: `noisescope inspect` shows what is visible")
