@@ -20,7 +20,7 @@ from noisescope.comparison.systems import SystemComparison as SystemComparison
 from noisescope.diagnosis.report import Diagnosis
 from noisescope.errors import InvalidInput
 from noisescope.options.base import takes_options
-from noisescope.options.device_commands import CompareOptions
+from noisescope.options.device_commands import CompareOptions, PassportOptions
 from noisescope.passports.diff import diff as diff
 from noisescope.passports.diff import read_passport as read_passport
 from noisescope.passports.diff import say as say
@@ -110,8 +110,15 @@ def open_record(record: Record | str | Path) -> Record:
     return read_record(folder)
 
 
-def take_passport(device: str, *, quick: bool = False) -> dict[str, Any]:
-    """The arithmetic of a device."""
+@takes_options(PassportOptions, "device")
+def passport(options: PassportOptions) -> dict[str, Any]:
+    """The arithmetic of a device: accumulator bits, rounding, subnormals, ulps, what repeats. No model is needed.
+
+    >>> import noisescope as ns
+    >>> found = ns.passport(quick=True)
+    >>> found["dtypes"]["float32"]["products"]["matmul"]["sum_bits"]["value"] >= 24
+    True
+    """
     from noisescope.passports.measure import take_passport as take
 
-    return take(device, quick=quick)
+    return take(options.device, quick=options.quick)

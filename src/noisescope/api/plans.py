@@ -1,4 +1,4 @@
-"""Plans from a report: precision, migration, fault tests. No torch here: plan_trials.py carries them out."""
+"""Plans from a report, and their values. No torch here: plan_trials.py carries them out, plan.py is `ns.plan`."""
 
 from __future__ import annotations
 
@@ -6,18 +6,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from noisescope.api.reports import load_report
 from noisescope.diagnosis.report import Diagnosis
 from noisescope.errors import InvalidInput
 from noisescope.foreign import FileKind, read_foreign
 from noisescope.options.base import takes_options
-from noisescope.options.plans import BudgetOptions, MigrationOptions, PrecisionOptions
-from noisescope.plain_text import last_part
-from noisescope.plans import migration
+from noisescope.options.plans import BudgetOptions, PrecisionOptions
 from noisescope.plans.fault_tests import FaultTest as FaultTest
 from noisescope.plans.fault_tests import FaultTestResult as FaultTestResult
-from noisescope.plans.fault_tests import generate as generate
-from noisescope.plans.fault_tests import to_csv as to_csv
 from noisescope.plans.migration import MigrationSteps as MigrationSteps
 from noisescope.plans.precision import Budget, Plan, modules_of, optimal_plan
 from noisescope.plans.precision_exports import Export, export_plan
@@ -64,14 +59,3 @@ def _table(given: Any) -> Mapping[str, Any]:
     if given is None or isinstance(given, Mapping):
         return given or {}
     return read_foreign(Path(given), dict[str, dict[str, float]], LATENCIES)
-
-
-def plan_migration(options: MigrationOptions) -> MigrationSteps:
-    """The plan of plans/migration.py, with commands that name the report's path."""
-    path = options.report / "report.json" if options.report.is_dir() else options.report
-    return migration.plan_migration(
-        load_report(options.report).diagnosis, path=last_part(str(path)), device=options.device
-    )
-
-
-# Fault tests from a report. No torch here.

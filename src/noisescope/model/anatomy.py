@@ -18,7 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from noisescope.errors import InvalidInput, UnsupportedModel
+from noisescope.model.anatomy_tables import anatomy_sheet
 from noisescope.sites import OPERATORS, Place, Site, place_order
+from noisescope.tables import Sheet, Tabular
 
 # Kinds of unit: the module is the operator, or it holds function calls that are.
 MODULE, ATTENTION, EXPERTS, ROUTER, ROTARY, CALLS = "module", "attention", "experts", "router", "rotary", "calls"
@@ -59,7 +61,7 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Anatomy:
+class Anatomy(Tabular):
     """Blocks by index, units in module order, and what can't be seen."""
 
     architecture: str
@@ -75,6 +77,9 @@ class Anatomy:
         """Operators that no unit computes, or may compute."""
         present = {op for unit in self.units for op in unit.operators}
         return [op for op in OPERATORS if op not in present]
+
+    def sheet(self) -> Sheet:
+        return anatomy_sheet(self, f"{self.architecture}, {len(self.blocks)} blocks")
 
     def check_layers(self, places: Iterable[Place]) -> None:
         """Refuse a block that the model does not have."""

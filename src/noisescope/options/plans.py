@@ -25,6 +25,7 @@ from noisescope.options.shared import (
     ReportOptions,
     SamplingOptions,
     Source,
+    TableOptions,
 )
 
 
@@ -64,12 +65,12 @@ class VerifyOptions(FormatOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrecisionOptions(VerifyOptions, BudgetOptions, ReportModelOptions, PrintingOptions):
+class PrecisionOptions(VerifyOptions, BudgetOptions, ReportModelOptions, PrintingOptions, TableOptions):
     command: ClassVar[str] = "plan precision"
 
-    verify: bool = command_option(False, "Carry the plan out on the model, and measure.")
-    export: str | None = command_option(None, "Write the plan for another tool.", unit="TOOL", choices=TOOLS)
-    output: Path | None = command_option(None, "With export: the file to write.", short="-o")
+    verify: bool = option(False, "Carry the plan out on the model, and measure.")
+    export: str | None = option(None, "Write the plan for another tool.", unit="TOOL", choices=TOOLS)
+    output: Path | None = option(None, "With export: the file to write.", short="-o")
 
     def problems(self, named: Naming) -> Iterator[str]:
         if (self.export is None) != (self.output is None):
@@ -77,7 +78,7 @@ class PrecisionOptions(VerifyOptions, BudgetOptions, ReportModelOptions, Printin
 
 
 @dataclass(frozen=True, kw_only=True)
-class SmoothquantOptions(SamplingOptions, ReportModelOptions, PrintingOptions):
+class SmoothquantOptions(SamplingOptions, ReportModelOptions, PrintingOptions, TableOptions):
     command: ClassVar[str] = "plan smoothquant"
 
     alpha: float | None = option(
@@ -96,7 +97,7 @@ class SmoothquantOptions(SamplingOptions, ReportModelOptions, PrintingOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MigrationOptions(ReportOptions, PrintingOptions):
+class MigrationOptions(ReportOptions, PrintingOptions, TableOptions):
     command: ClassVar[str] = "plan migration"
 
     device: str = option("cuda", "The new machine's device, for the commands: cuda, npu ...", unit="D")
@@ -104,14 +105,14 @@ class MigrationOptions(ReportOptions, PrintingOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FaultTestOptions(CheckingOptions, SamplingOptions, ReportModelOptions, PrintingOptions):
+class FaultTestOptions(CheckingOptions, SamplingOptions, ReportModelOptions, PrintingOptions, TableOptions):
     command: ClassVar[str] = "plan fault-tests"
 
-    run: bool = command_option(False, "Carry the tests out with the fault simulator.")
+    run: bool = option(False, "Carry the tests out with the fault simulator.")
     data: Source = changed(SamplingOptions, "data", default_text="the report's")
     samples: int = changed(SamplingOptions, "samples", 32)
-    limit: int | None = command_option(None, "Only the first N tests.", least=1, default_text="all")
-    csv: Path | None = command_option(None, "Write the tests there.")
+    limit: int | None = option(None, "Only the first N tests.", least=1, default_text="all")
+    csv: Path | None = changed(TableOptions, "csv", help="Write the tests to this file as CSV.")
     junit: Path | None = command_option(None, "With run: write the results there as JUnit XML.")
     output: Path | None = command_option(
         None, "Folder for fault_tests.csv, .json and the results.", unit="DIR", short="-o"
