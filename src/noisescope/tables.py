@@ -209,6 +209,8 @@ def _shown(value: object) -> str:
         return "yes" if value else "no"
     if isinstance(value, float):
         return f"{value:.3g}"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_shown(member)}" for name, member in value.items())
     if isinstance(value, (tuple, list)):
         return ", ".join(map(_shown, value))
     return str(value)

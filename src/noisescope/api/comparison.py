@@ -32,14 +32,17 @@ from noisescope.reports.report_file import Report
 def compare(options: CompareOptions) -> Comparison | LogprobComparison | SystemComparison:
     """How two devices or systems differ; `a` is the reference.
 
-        found = ns.compare("gpu.record", "npu.record", max_mape=0.05, sensitivity="out/report.json")
-        found.verdict, found.first.site, found.passed; found.save("comparison.json")
+    >>> import noisescope as ns
+    >>> subject = ns.load("tiny:llama")
+    >>> good = ns.record(subject, output="good.record", detail="full")
+    >>> bad = ns.record(subject, output="bad.record", detail="full", simulate="gain:0.01@1/linear/*down_proj")
+    >>> found = ns.compare(good, bad, max_mape=0.05)  # records or their folders
+    >>> found.verdict, found.first.module, found.passed
+    ('diverged', 'model.layers.1.mlp.down_proj', True)
 
     Records are those of `record`, or dumps of msprobe (a folder with dump.json). Two .jsonl files are compared as
-    log-probabilities: `found.causes`, `found.remainder`. Systems are run here:
-
-        found = ns.compare("transformers:path/to/model", "vllm:path/to/model", data="gsm8k.jsonl")
-        found.verdict, found.causes, found.round_off, found.remainder
+    log-probabilities: `found.causes`, `found.remainder`. Systems are run here, by name ("vllm:path/to/model") or as
+    subjects: `found.causes`, `found.round_off`, `found.remainder`.
     """
     if options.of_logprobs:
         return _compare_files(options)

@@ -22,8 +22,8 @@ def inspect(model: str | Path, options: InspectOptions) -> Subject:
     >>> subject = ns.inspect("tiny:llama")
     >>> subject.anatomy.absent()
     ['bmm', 'gelu']
-    >>> subject.to_frame("places")["linear"].sum()
-    15.0
+    >>> subject.to_frame("places")[["place", "linear"]].dropna().values.tolist()
+    [['0-1', 7.0], ['lm_head', 1.0]]
     """
     return outline(str(model), **options.pick("dtype", "attn_implementation"))
 

@@ -1,6 +1,7 @@
 """`ns.plan`: what to do about a report. The functions are the commands `noisescope plan ...`, with their options.
 
-Torch is loaded only where a plan is carried out on the model.
+Torch is loaded only where a plan is carried out on the model. In the examples `subject` is a model, `batches` its data
+and `report` what `ns.diagnose(subject, batches)` gave.
 """
 
 from __future__ import annotations
@@ -40,13 +41,11 @@ def precision(report: ReportSource, options: PrecisionOptions, *, subject: Model
     out on `subject` and measured beside uniform, rule-based and random plans. `subject` may be a function that loads
     the model: it is called once the plan is made.
 
-    >>> import noisescope as ns
-    >>> report = ns.diagnose(ns.load("demo"), samples=2, seeds=1, level="layer", window=16, operators="linear")
-    >>> plan = ns.plan.precision(report, average_bits=5)
-    >>> plan.average_bits <= 5, plan.verified
-    (True, False)
-    >>> plan.assignment["model.layers.0.self_attn.q_proj"] in {"bf16", "int8", "int4", "int3", "fp8_e4m3", "nvfp4"}
-    True
+    >>> plan = ns.plan.precision(report, average_bits=5, formats="int4,int8")
+    >>> plan.average_bits <= 5, set(plan.assignment.values()) <= {"int4", "int8"}
+    (True, True)
+    >>> plan.verified, plan.typical_kl  # predicted, not measured
+    (False, None)
     """
     found = as_report(report)
     plan = plans.plan_precision(found, options=options)
@@ -67,12 +66,9 @@ def precision(report: ReportSource, options: PrecisionOptions, *, subject: Model
 def smoothquant(report: ReportSource, options: SmoothquantOptions, *, subject: Model = None) -> SmoothingPlan:
     """SmoothQuant carried out on a copy of `subject`: W8A8 KL before and after, and advice for modules with outliers.
 
-    >>> import noisescope as ns
-    >>> demo = ns.load("demo")
-    >>> report = ns.diagnose(demo, samples=2, calibration_samples=4, effort="screen", level="channel")
-    >>> plan = ns.plan.smoothquant(report, subject=demo, samples=2, alpha=0.5)
-    >>> plan.alpha, len(plan.folds)
-    (0.5, 64)
+    >>> plan = ns.plan.smoothquant(report, subject=subject, data=batches, alpha=0.5)
+    >>> plan.gain.n, plan.to_frame("folds")["place"].tolist()
+    (3, [0, 0, 0, 0, 1, 1, 1, 1])
     """
     from noisescope.api.plan_trials import plan_smoothquant
 
@@ -83,13 +79,11 @@ def smoothquant(report: ReportSource, options: SmoothquantOptions, *, subject: M
 def migration(report: ReportSource, options: MigrationOptions) -> MigrationSteps:
     """Which places to validate first on new hardware, in which precision, and the commands to run next.
 
-    >>> import noisescope as ns
-    >>> report = ns.diagnose(ns.load("demo"), samples=2, effort="screen", level="layer")
     >>> plan = ns.plan.migration(report, device="npu")
     >>> [priority.priority for priority in plan.priorities]
     [1, 2, 3]
-    >>> plan.to_frame()["place"].nunique()  # 16 blocks, embed, final_norm and lm_head
-    19
+    >>> sorted(plan.to_frame()["place"], key=str)
+    [0, 1, 'embed', 'final_norm', 'lm_head']
     """
     path = Path(report) if isinstance(report, (str, Path)) else Path("report.json")
     file = path / "report.json" if path.is_dir() else path
@@ -108,11 +102,9 @@ def fault_tests(
 
     `on_result` is called with each result as soon as it is known.
 
-    >>> import noisescope as ns
-    >>> report = ns.diagnose(ns.load("demo"), samples=2, effort="screen", level="layer")
-    >>> found = ns.plan.fault_tests(report)
-    >>> found.tests[0].test_type, found.verdict
-    ('layer_fault', None)
+    >>> found = ns.plan.fault_tests(report, run=True, subject=subject, data=batches, limit=1)
+    >>> found.tests[0].test_type, found.verdict in ("pass", "fail", "undecided")
+    ('operator_fault', True)
     """
     source = as_report(report)
     tests = tuple(generate(source.diagnosis)[: options.limit])

@@ -94,7 +94,13 @@ def find_runs(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
 
 
 def compare_runs(a: str | Path, b: str | Path) -> Comparison:
-    """What changed from one run to another, by their folders: a new checkpoint, another dtype, another device."""
+    """What changed from one run to another, by their folders: a new checkpoint, another dtype, another device.
+
+    >>> for name in ("monday", "friday"):
+    ...     report = ns.robustness(subject, batches, noise_levels=(0, 0.05), metric="agreement", output=name)
+    >>> ns.compare_runs("monday", "friday").changes.verdict.word
+    'no significant difference'
+    """
     first, second = read_run(Path(a)), read_run(Path(b))
     with RESULTS.explaining(f"{a} or {b}"):
         return Comparison(changes.compare_runs(first, second))
@@ -131,7 +137,12 @@ def as_report(report: Report | Diagnosis | Mapping[str, Any] | str | Path) -> Re
 
 
 def load_report(run: str | Path) -> Report:
-    """The report of a diagnosis, by its run's folder or its report.json."""
+    """The report of a diagnosis, by its run's folder or its report.json.
+
+    >>> paths = report.save("out", formats=["json"])  # of ns.diagnose(subject, batches)
+    >>> dict(ns.load_report("out")) == dict(report)
+    True
+    """
     found = load_any_report(Path(run))
     if not isinstance(found, Report):
         raise InvalidInput(f"{run} holds {found!r}, and this needs the report of a diagnosis (noisescope diagnose)")

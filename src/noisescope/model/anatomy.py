@@ -108,7 +108,11 @@ class Anatomy(Tabular):
 
 
 def dissect(model: nn.Module, *, require_blocks: bool = True) -> Anatomy:
-    """The anatomy of a model; without `require_blocks` a model that has none is one block 0, as for `noisy_ops`."""
+    """The anatomy of a model; without `require_blocks` a model that has none is one block 0, as for `noisy_ops`.
+
+    >>> ns.dissect(ns.load("tiny:llama").model).absent()
+    ['bmm', 'gelu']
+    """
     model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper; names are those of the model inside
     _refuse_serving_engine(model)
     if not isinstance(model, nn.Module):

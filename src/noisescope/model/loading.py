@@ -98,6 +98,10 @@ def load(
     names, else a causal language model.
 
     The weights of a GGUF file are dequantised on loading: noise falls on the arithmetic of the dequantised model.
+
+    >>> import noisescope as ns
+    >>> ns.load("demo")
+    <Subject demo: LlamaForCausalLM (llama), 16 blocks>
     """
     wanted, where = _dtype(dtype), _device(device)
     if str(source) == "demo" and dtype is None and where.type == "cpu":
@@ -151,7 +155,12 @@ def load(
 
 
 def wrap(model: nn.Module, tokenizer: Any = None) -> Subject:
-    """A model you hold already, as it is: mode, device and wrappers stay."""
+    """A model you hold already, as it is: mode, device and wrappers stay.
+
+    >>> import noisescope as ns
+    >>> ns.wrap(ns.load("tiny:llama").model).anatomy.blocks
+    ('model.layers.0', 'model.layers.1')
+    """
     return Subject(model, tokenizer, dissect(model), getattr(model, "name_or_path", "") or type(model).__name__)
 
 

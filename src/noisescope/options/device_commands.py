@@ -101,7 +101,7 @@ class RecordOptions(SamplingOptions, LoadingOptions, FileOptions, PrintingOption
     engine_args: tuple[str, ...] = command_option(
         (), "Arguments of the engine, such as max_num_seqs=8,dtype=float32.", default_text="none"
     )
-    simulate: str | None = command_option(
+    simulate: str | None = option(
         None, "A fault to simulate while recording, such as dead_zone:0.3@10; the record's notes name it.", unit="FAULT"
     )
     prompts: Sequence[Any] | None = option(
@@ -195,6 +195,7 @@ class LocateOptions(CheckingOptions, LoadingOptions, FileOptions, PrintingOption
         RecordOptions,
         "simulate",
         help="A fault to simulate and look for, such as dead_zone:0.3@10 or gain:0.01@3/linear.",
+        surface="command",
     )
     # The flags of the original method notes' finder scripts: `simulated` is the text that they come to.
     ground_truth_layer: int | None = command_option(None, "The block of a simulated fault.", least=0, hidden=True)

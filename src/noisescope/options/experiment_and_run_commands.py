@@ -82,7 +82,9 @@ class DrawOptions(TableOptions):
     output: Path | None = command_option(
         None, "Folder to write into.", unit="DIR", short="-o", default_text="the run's own"
     )
-    csv: Path | None = changed(TableOptions, "csv", help="Write a table of the report to this file as CSV, and nothing else.")
+    csv: Path | None = changed(
+        TableOptions, "csv", help="Write a table of the report to this file as CSV, and nothing else."
+    )
     table: str | None = command_option(
         None, "With csv: which table, such as findings or channels.", unit="NAME", default_text="the main one"
     )

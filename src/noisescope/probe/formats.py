@@ -70,6 +70,10 @@ class Format:
     ``group_size`` consecutive values of the last dimension), "channel" (weights: one per row; activations: one per
     index of the last dimension). Once built, the fields hold what is in force: the canonical name and the defaults
     filled in, so that two equal formats compare equal; ``granularity`` None then means that there is no scale.
+
+    >>> import torch, noisescope as ns
+    >>> ns.Format("int4", "token")(torch.tensor([[0.0, 1.2, 7.0]]))
+    tensor([[0., 1., 7.]])
     """
 
     name: str
