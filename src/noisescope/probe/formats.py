@@ -72,7 +72,7 @@ class Format:
     filled in, so that two equal formats compare equal; ``granularity`` None then means that there is no scale.
 
     >>> import torch, noisescope as ns
-    >>> ns.Format("int4", "token")(torch.tensor([[0.0, 1.2, 7.0]]))
+    >>> ns.Format("int4", "token")(torch.tensor([[0.0, 1.2, 7.0]]), None)
     tensor([[0., 1., 7.]])
     """
 
