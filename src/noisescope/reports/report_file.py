@@ -248,7 +248,7 @@ class Report(SavedReport[DiagnosisReport | Robustness | Roundoff]):
         """The report as one flat dictionary, for any experiment tracker; what was not measured is left out.
 
         The same report always has the same keys: "operator/softmax/kl", "layer/3/kl", "risk_score" ... An estimate
-        has three: "degradation", "degradation/low" and "degradation/high".
+        has three: "degradation", "degradation_low" and "degradation_high". No name is a folder of another.
         """
         from noisescope.reports.report_tables import metrics_of
 

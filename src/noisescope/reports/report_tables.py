@@ -97,7 +97,7 @@ def metrics_of(value: Value) -> dict[str, float]:
         found = _robustness(value)
     elif isinstance(value, Roundoff):
         band = value.roundoff.band
-        found = {"band": band.expected, "band/limit": band.high}
+        found = {"band": band.expected, "band_limit": band.high}
         found |= {f"digits/{row.place}": row.typical for row in (*value.roundoff.layers, value.roundoff.logits)}
     else:
         found = _diagnosis(value)
@@ -109,7 +109,7 @@ def _flat(found: Mapping[str, Estimate | float | None]) -> Iterator[tuple[str, f
     for name, value in found.items():
         parts = {"": value}
         if isinstance(value, Estimate):
-            parts = {"": value.value, "/low": value.low, "/high": value.high}
+            parts = {"": value.value, "_low": value.low, "_high": value.high}
         yield from ((name + end, float(part)) for end, part in parts.items() if isinstance(part, (int, float)))
 
 
