@@ -168,7 +168,7 @@ class Verdict(Tabular):
         heads = {"place": "place", "operator": "operator", "module": "module", "fault_class": "kind of fault"}
         heads |= {"confidence": "confidence", "evidence": "evidence"}
         not_run = f"Not run: {'; '.join(self.coverage.not_run)}" if self.coverage.not_run else ""
-        lines = (f"{self.method}, {self.forwards:g} forwards, {self.checked} checks.", not_run, *self.notes)
+        lines = (f"{self.method}, {self.forwards:g} forwards, {self.checked:,} checks.", not_run, *self.notes)
         tables = {"suspects": suspects, "coverage": Table.of(Cell, self.coverage.cells)}
         return Sheet(self.headline, tables, heads, tuple(filter(None, lines)), tone=_TONES[self.verdict])
 
