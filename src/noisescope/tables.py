@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 MOST_ROWS = 8  # of a table in a notebook
 MOST_LINES = 6
-LONGEST_LINE, LONGEST_CELL = 400, 200  # characters
+LONGEST_LINE, LONGEST_CELL = 800, 200  # characters
 _ENDS = ("low", "high", "n")
 # No colour of text or background is set, so that it reads on light and on dark pages.
 _BOX = "border-left:4px solid {};padding:2px 0 2px 12px;line-height:1.5;max-width:72em"
