@@ -7,7 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from noisescope.comparison.roundoff import Digits, Roundoff, RoundoffBand, RoundoffFound
 from noisescope.diagnosis.report import Robustness
+from noisescope.estimate import Estimate
 from noisescope.reports.report_file import DiagnosisReport, Report
 
 
@@ -78,3 +80,13 @@ def test_other_reports(made_curve: Robustness) -> None:
     assert level.accuracy is not None
     assert curve.metrics()[f"noise/{level.noise_level:g}/accuracy"] == level.accuracy.value
     assert "noise levels" in curve._repr_html_() and curve.to_csv().startswith("evidence,")
+
+
+def test_round_off(made_curve: Robustness) -> None:
+    """Digits by layer, and the band."""
+    band = RoundoffBand("bfloat16", Estimate(0.04, 0.03, 0.05, 8), 0.01, 0.1, 0.01, 0.5, 8, 80, ())
+    found = RoundoffFound(band, (Digits("0", 2.5, 2.0), Digits("1", None, None)), Digits("logits", 2.0, 1.5), None)
+    report = Report(Roundoff(run=made_curve.run, roundoff=found, could_not_see=()))
+    metrics = report.metrics()
+    assert metrics["band"] == 0.04 and metrics["band_limit"] == 0.1 and metrics["digits/0"] == 2.5
+    assert "digits/1" not in metrics and "Round-off in bfloat16" in report._repr_html_()
