@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 PIP = .venv/bin/pip --disable-pip-version-check
 RUN = .venv/bin/python
 
-.PHONY: setup test lint types unit fuzz newest engines demo docs bench clean
+.PHONY: setup test lint types unit fuzz newest notebooks engines demo docs bench clean
 
 # torch first and by exact version: any other order may fetch a build with gigabytes of GPU libraries.
 # constraints.txt pins what CI installs; pyproject.toml has the floors that users need.
@@ -33,6 +33,11 @@ unit:
 FUZZ_SECONDS ?= 600
 fuzz: setup
 	OMP_NUM_THREADS=1 PYTHONPATH=. FUZZ_SECONDS=$(FUZZ_SECONDS) $(RUN) -m tests.fuzz.run
+
+# Every notebook from its first cell to its last. Outputs are not kept: the files in examples/ have none.
+notebooks: setup
+	$(PIP) install -q -c constraints.txt -e ".[notebooks]"
+	OMP_NUM_THREADS=1 .venv/bin/jupyter execute --timeout=300 examples/*.ipynb
 
 # The newest transformers, in a virtual environment of its own: it tells early, it does not decide.
 newest:

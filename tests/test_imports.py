@@ -16,7 +16,7 @@ SOURCE = Path(noisescope.__file__).parent
 
 # part -> parts it may import besides itself. A part is a module or a package right under noisescope.
 READING = {"errors", "foreign", "jsonform", "plain_text"}  # files from elsewhere, and text from them
-VALUES = READING | {"atomic_write", "estimate", "trial_id_names", "sites", "injection", "trials", "options"}
+VALUES = READING | {"atomic_write", "estimate", "trial_id_names", "sites", "injection", "tables", "trials", "options"}
 TORCHLESS = VALUES | {"stats", "findings"}  # interpreting: imported with torch blocked
 MEASURING = {"model", "data", "probe", "faults", "measures"}
 TORCH_BLOCKED = {"diagnosis", "comparison", "plans", "reports"}

@@ -17,9 +17,15 @@ from noisescope.sites import Site as Site
 if TYPE_CHECKING:
     from noisescope.api import Options as Options
     from noisescope.api import compare as compare
+    from noisescope.api import compare_runs as compare_runs
     from noisescope.api import diagnose as diagnose
+    from noisescope.api import experiment as experiment
     from noisescope.api import gate as gate
+    from noisescope.api import inspect as inspect
+    from noisescope.api import load_report as load_report
     from noisescope.api import locate as locate
+    from noisescope.api import passport as passport
+    from noisescope.api import plan as plan
     from noisescope.api import record as record
     from noisescope.api import robustness as robustness
     from noisescope.data.dataset import read_data as read_data
@@ -43,7 +49,10 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 _LAZY = {
-    "api": ("Options", "compare", "diagnose", "gate", "locate", "record", "robustness"),
+    "api": (
+        "Options", "compare", "compare_runs", "diagnose", "experiment", "gate", "inspect", "load_report", "locate",
+        "passport", "plan", "record", "robustness",
+    ),
     "data.dataset": ("read_data",),
     "faults.simulator": ("faulty",),
     "model.anatomy": ("dissect",),
@@ -54,7 +63,7 @@ _LAZY = {
     "probe.noise": ("Bias", "Gaussian", "Rounding", "Shrink", "Uniform"),
     "probe.watch": ("RecordedCall", "watch"),
     "reports.report_file": ("Report",),
-}
+}  # fmt: skip
 _HOMES = {name: f"noisescope.{home}" for home, names in _LAZY.items() for name in names}
 
 __all__ = [*_HOMES, "Injection", "InvalidInput", "NoisescopeError", "NothingInjected", "Site", "__version__"]

@@ -33,6 +33,10 @@ class Injection:
 
     The strength at a site is the phase's scale (`phase_scales`, else the perturbation's own) times
     `operator_multipliers[operator]` times `layer_multipliers[place]`.
+
+    >>> import noisescope as ns
+    >>> ns.Injection(ns.Gaussian(0.05), operators={"RMS_Norm"}, layers={3}).operators
+    frozenset({'norm'})
     """
 
     perturbation: Perturbation

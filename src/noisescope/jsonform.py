@@ -153,7 +153,7 @@ def _read_tuple(arguments: tuple[Any, ...], data: object, where: str) -> tuple[A
 def _read_dataclass(kind: Any, data: object, where: str) -> Any:
     if not isinstance(data, Mapping):
         raise _unfit(where, data, "an object")
-    hints = _hints(kind)
+    hints = field_types(kind)
     missing = [name for name in hints if name not in data]
     if missing:
         raise InvalidInput(f"{_place(where)} has no {missing[0]!r}")
@@ -168,7 +168,7 @@ def _read_dataclass(kind: Any, data: object, where: str) -> Any:
 
 
 @functools.cache
-def _hints(kind: Any) -> dict[str, Any]:
+def field_types(kind: Any) -> dict[str, Any]:
     """The annotations of a dataclass's fields, in order."""
     found = typing.get_type_hints(kind)
     return {field.name: found[field.name] for field in dataclasses.fields(kind)}
@@ -217,7 +217,7 @@ def _schema(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
     name = kind.__name__
     if name not in definitions:
         definitions[name] = {}  # its place is taken: a value may hold others of its own kind
-        hints = _hints(kind)
+        hints = field_types(kind)
         definitions[name] = {
             "type": "object",
             **({"description": _first_line(kind)} if _first_line(kind) else {}),

@@ -6,6 +6,7 @@ width, half of a surrogate pair) is written as its escape, \x1b or \u202e, so th
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import unicodedata
@@ -92,6 +93,15 @@ def markdown(text: str, *, starts_line: bool = False) -> str:
 def _escaped(text: str) -> str:
     plain = re.sub(r"&(?=#?\w+;)", "&amp;", text).replace("<", "&lt;")
     return _MARKUP.sub(lambda found: f"\\{found[0]}", plain).replace("`", "\\`")
+
+
+def html_text(text: str, most: int | None = None) -> str:
+    """One line for HTML, as text or between quotes: nothing in it is markup.
+
+    >>> html_text("a <b>\\x1b & 'c'")
+    'a &lt;b&gt;\\\\x1b &amp; &#x27;c&#x27;'
+    """
+    return html.escape(one_line(text, most))
 
 
 def csv_cell(text: str) -> str:

@@ -76,6 +76,21 @@ def place_order(place: Place) -> tuple[int, str]:
     return ({DEVICE: -1, "embed": 0, "rotary": 1}.get(place, 10**9), place)
 
 
+def place_ranges(places: Iterable[Place]) -> str:
+    """Places in a few characters.
+
+    >>> place_ranges([0, 1, 2, 5, "lm_head"])
+    '0-2, 5, lm_head'
+    """
+    runs: list[list[Place]] = []
+    for place in places:
+        if runs and isinstance(place, int) and runs[-1][-1] == place - 1:
+            runs[-1].append(place)
+        else:
+            runs.append([place])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
 @dataclass(frozen=True)
 class Site:
     """Where a perturbation is applied: a value, never a string to parse."""

@@ -61,7 +61,8 @@ def test_gate(verdict: str, wanted: tuple[int, int], tmp_path: Path, monkeypatch
 def test_fault_tests(rows: list[str], wanted: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Undecided tests are counted, and decide only where all are."""
     monkeypatch.setattr("noisescope.api.reports.load_report", lambda path: SimpleNamespace(diagnosis=None))
-    monkeypatch.setattr("noisescope.api.plans.generate", lambda report: [])
+    monkeypatch.setattr("noisescope.api.plan.as_report", lambda report: report)
+    monkeypatch.setattr("noisescope.api.plan.generate", lambda report: [])
     for step in ("cli.command_builder.show_named_model", "api.preparation.load_report_subject"):
         monkeypatch.setattr(f"noisescope.{step}", lambda report, options: None)
     results = [FaultTestResult("t", "t", row, "m", (), None) for row in rows]  # type: ignore[arg-type]

@@ -115,3 +115,9 @@ def test_the_result_is_json(plants: ModuleType, world: Any, compared: Any, tmp_p
     saved = json.loads(found.save(tmp_path / "found.json").read_text())
     assert saved["causes"][0]["name"] == "temperature" and saved["remainder"]["value"] is None
     assert saved["limits"] and "temperature" in saved["remainder"]["note"]
+
+
+def test_a_notebook_shows_the_causes(plants: ModuleType, world: Any, compared: Any) -> None:
+    found = compared(plants.TUNED["temperature 0.7 on one side"][1](world, np.random.default_rng(0)))
+    assert found.verdict in found._repr_html_() and "temperature" in found._repr_html_()
+    assert found.to_csv("causes").splitlines()[1].startswith("temperature,")

@@ -139,3 +139,10 @@ def test_a_stored_experiment_is_drawn_again(report: PhasesResult, tmp_path: Path
     refused = CliRunner().invoke(app, ["plan", "migration", str(file)])
     assert refused.exit_code == InvalidInput.exit_code
     assert "needs the report of a diagnosis" in refused.output
+
+
+def test_a_notebook_shows_the_hypotheses(report: PhasesResult) -> None:
+    """The theory's verdict and a row per hypothesis; accuracy by arm and noise level is another table."""
+    shown = PhasesReport(report)
+    assert report.theory.verdict in shown._repr_html_() and report.hypotheses[0].name in shown._repr_html_()
+    assert len(shown.table("arms").rows) == sum(len(arm.accuracy) for arm in report.arms)

@@ -213,3 +213,10 @@ def test_html_and_pdf_draw_it() -> None:
     pytest.importorskip("noisescope.reports.pdf")
     found = comparison(ROWS)
     assert "B is worse than A" in found.to_html() and found.to_pdf().startswith(b"%PDF")
+
+
+def test_a_notebook_shows_the_changes() -> None:
+    """The verdict, the largest changes; all rows as a table."""
+    found = comparison([row("no noise", -0.1, "worse"), row("softmax", 0.0, "no significant difference", order=1)])
+    assert "B is worse than A" in found._repr_html_() and "no noise" in found._repr_html_()
+    assert len(found.to_csv().splitlines()) == 3

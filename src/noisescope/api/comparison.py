@@ -20,7 +20,7 @@ from noisescope.comparison.systems import SystemComparison as SystemComparison
 from noisescope.diagnosis.report import Diagnosis
 from noisescope.errors import InvalidInput
 from noisescope.options.base import takes_options
-from noisescope.options.device_commands import CompareOptions
+from noisescope.options.device_commands import CompareOptions, PassportOptions
 from noisescope.passports.diff import diff as diff
 from noisescope.passports.diff import read_passport as read_passport
 from noisescope.passports.diff import say as say
@@ -32,14 +32,17 @@ from noisescope.reports.report_file import Report
 def compare(options: CompareOptions) -> Comparison | LogprobComparison | SystemComparison:
     """How two devices or systems differ; `a` is the reference.
 
-        found = ns.compare("gpu.record", "npu.record", max_mape=0.05, sensitivity="out/report.json")
-        found.verdict, found.first.site, found.passed; found.save("comparison.json")
+    >>> import noisescope as ns
+    >>> subject = ns.load("tiny:llama")
+    >>> good = ns.record(subject, output="good.record", detail="full")
+    >>> bad = ns.record(subject, output="bad.record", detail="full", simulate="gain:0.01@1/linear/*down_proj")
+    >>> found = ns.compare(good, bad, max_mape=0.05)  # records or their folders
+    >>> found.verdict, found.first.module, found.passed
+    ('diverged', 'model.layers.1.mlp.down_proj', True)
 
     Records are those of `record`, or dumps of msprobe (a folder with dump.json). Two .jsonl files are compared as
-    log-probabilities: `found.causes`, `found.remainder`. Systems are run here:
-
-        found = ns.compare("transformers:path/to/model", "vllm:path/to/model", data="gsm8k.jsonl")
-        found.verdict, found.causes, found.round_off, found.remainder
+    log-probabilities: `found.causes`, `found.remainder`. Systems are run here, by name ("vllm:path/to/model") or as
+    subjects: `found.causes`, `found.round_off`, `found.remainder`.
     """
     if options.of_logprobs:
         return _compare_files(options)
@@ -110,8 +113,15 @@ def open_record(record: Record | str | Path) -> Record:
     return read_record(folder)
 
 
-def take_passport(device: str, *, quick: bool = False) -> dict[str, Any]:
-    """The arithmetic of a device."""
+@takes_options(PassportOptions, "device")
+def passport(options: PassportOptions) -> dict[str, Any]:
+    """The arithmetic of a device: accumulator bits, rounding, subnormals, ulps, what repeats. No model is needed.
+
+    >>> import noisescope as ns
+    >>> found = ns.passport(quick=True)
+    >>> found["dtypes"]["float32"]["products"]["matmul"]["sum_bits"]["value"] >= 24
+    True
+    """
     from noisescope.passports.measure import take_passport as take
 
-    return take(device, quick=quick)
+    return take(options.device, quick=options.quick)

@@ -34,8 +34,12 @@ from noisescope.runs.store import Store
 def diagnose(subject: Subject, options: DiagnoseOptions) -> Report:
     """Which operators, layers and channels are sensitive to numerical error.
 
-        report = ns.diagnose(ns.load("demo"))
-        report.save("out/")
+    >>> import noisescope as ns
+    >>> report = ns.diagnose(ns.load("demo"), samples=2, effort="screen", level="layer")
+    >>> report.value.executive_summary.top_findings[0].component
+    'layer 0'
+    >>> frame = report.to_frame()  # every row, for pandas; in a notebook `report` alone shows the findings
+    >>> paths = report.save("out", formats=["json", "html"])
 
     With `perturbation="int4"` and the like, what rounding weights, activations or the KV cache (`on`) costs instead.
     With `output` results are stored there as they come, and the same call resumes.
@@ -55,7 +59,13 @@ def cost_of_diagnosis(subject: Subject, options: DiagnoseOptions) -> Cost:
 
 @takes_options(RobustnessOptions, "data")
 def robustness(subject: Subject, options: RobustnessOptions) -> Report:
-    """Accuracy and retention at several noise levels, with intervals; with `rounding`, what round-off alone does."""
+    """Accuracy and retention at several noise levels, with intervals; with `rounding`, what round-off alone does.
+
+    >>> import noisescope as ns
+    >>> report = ns.robustness(ns.load("demo"), samples=4, seeds=1, noise_levels=(0, 0.05), generate=False)
+    >>> report.to_frame()[["noise_level", "accuracy_n"]].values.tolist()
+    [[0.0, 4.0], [0.05, 4.0]]
+    """
     if options.rounding:
         return _kept(roundoff(subject, options), options.output)
     levels = curve.checked_levels(options.noise_levels)

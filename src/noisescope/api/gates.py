@@ -40,6 +40,10 @@ def gate(subject: Subject, options: GateOptions) -> GateResult:
 
     On the baseline's own samples every number is compared in pairs. `conditions` lists what else differs: dtype,
     device, attention path.
+
+    >>> result = ns.gate(subject, report, batches)  # the report of ns.diagnose(subject, batches)
+    >>> result.verdict in ("pass", "undecided"), result.paired
+    (True, True)
     """
     given: Any = options.baseline
     report = diagnosis_of(Report.load(given) if isinstance(given, (str, Path)) else given)

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from noisescope.model.anatomy import Anatomy
+from noisescope.model.anatomy_tables import folded, module_rows
 from noisescope.model.loading import Subject, outline
+from noisescope.options.base import takes_options
 from noisescope.options.device_commands import InspectOptions
-from noisescope.sites import OPERATORS, Place, place_order
+from noisescope.sites import place_ranges as place_ranges
 
 
-def describe_model(options: InspectOptions) -> dict[str, Any]:
-    """Places, operators and modules of the model that options name."""
-    subject = outline(options.model, dtype=options.dtype, attn_implementation=options.attn_implementation)
-    return anatomy_facts(subject, verbose=options.verbose)
+@takes_options(InspectOptions)
+def inspect(model: str | Path, options: InspectOptions) -> Subject:
+    """A model without its weights: where noise can fall, what is fused, absent or quantised.
+
+    Reads the config alone, so a model of any size is inspected in seconds. The subject can't be run.
+
+    >>> import noisescope as ns
+    >>> subject = ns.inspect("tiny:llama")
+    >>> subject.anatomy.absent()
+    ['bmm', 'gelu']
+    >>> subject.to_frame("places")[["place", "linear"]].dropna().values.tolist()
+    [['0-1', 7.0], ['lm_head', 1.0]]
+    """
+    return outline(str(model), **options.pick("dtype", "attn_implementation"))
 
 
 def anatomy_facts(subject: Subject, *, verbose: bool = False) -> dict[str, Any]:
@@ -35,35 +47,13 @@ def anatomy_facts(subject: Subject, *, verbose: bool = False) -> dict[str, Any]:
         "dtypes": sorted({str(parameter.dtype).removeprefix("torch.") for parameter in parameters}),
         "attention": {"implementation": kernel or "torch", "fused": bool(products) and kernel != "eager"},
         "experts": experts,
-        "operators": _folded(anatomy.counts()),
-        "left_alone": _folded(anatomy.counts(left_alone=True)),
+        "operators": folded(anatomy.counts()),
+        "left_alone": folded(anatomy.counts(left_alone=True)),
         "possible": sorted({op for unit in anatomy.units if not unit.certain for op in unit.operators}),
         "absent": anatomy.absent(),
         "quantised": {kind: sum(u.packed == kind for u in packed) for kind in sorted({u.packed for u in packed})},
         "notes": list(anatomy.notes),
     }
     if verbose:
-        found["modules"] = _modules(anatomy)
+        found["modules"] = module_rows(anatomy)
     return found
-
-
-def _folded(counts: dict[Place, dict[str, int]]) -> list[dict[str, Any]]:
-    """Blocks that compute the same, as one entry: [{"places": [0, 1, 2], "counts": {"linear": 7}}]."""
-    groups: dict[tuple[Any, ...], list[Place]] = {}
-    for place, here in counts.items():
-        outer = "" if isinstance(place, int) else place  # only blocks are folded
-        groups.setdefault((outer, *((op, here[op]) for op in OPERATORS if op in here)), []).append(place)
-    rows = [{"places": places, "counts": dict(key[1:])} for key, places in groups.items()]
-    return sorted(rows, key=lambda row: place_order(row["places"][0]))
-
-
-def _modules(anatomy: Anatomy) -> list[dict[str, Any]]:
-    rows = []
-    for unit in sorted(anatomy.units, key=lambda unit: place_order(unit.place)):
-        if unit.operators:
-            remarks = ["only when named"] if unit.left_alone else []
-            remarks += [f"packed ({unit.packed})"] if unit.packed else []
-            remarks += [] if unit.certain else ["may be called"]
-            counts = dict(zip(unit.operators, unit.counts or (1,) * len(unit.operators), strict=True))
-            rows.append({"module": unit.module, "place": unit.place, "counts": counts, "remark": ", ".join(remarks)})
-    return rows

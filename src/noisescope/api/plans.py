@@ -1,4 +1,4 @@
-"""Plans from a report: precision, migration, fault tests. No torch here: plan_trials.py carries them out."""
+"""Plans from a report, and their values. No torch here: plan_trials.py carries them out, plan.py is `ns.plan`."""
 
 from __future__ import annotations
 
@@ -7,21 +7,16 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from noisescope.api.reports import load_report
 from noisescope.diagnosis.report import Diagnosis
 from noisescope.errors import InvalidInput
 from noisescope.foreign import FileKind, read_foreign
 from noisescope.jsonform import to_json
 from noisescope.options.base import takes_options
-from noisescope.options.plans import BudgetOptions, KvCacheOptions, MigrationOptions, PrecisionOptions
-from noisescope.plain_text import last_part
-from noisescope.plans import migration
+from noisescope.options.plans import BudgetOptions, PrecisionOptions
 from noisescope.plans.fault_tests import FaultTest as FaultTest
 from noisescope.plans.fault_tests import FaultTestResult as FaultTestResult
-from noisescope.plans.fault_tests import generate as generate
-from noisescope.plans.fault_tests import to_csv as to_csv
 from noisescope.plans.kv_cache import KvCachePlan as KvCachePlan
-from noisescope.plans.kv_cache import export_vllm, kv_cache_plan
+from noisescope.plans.kv_cache import export_vllm
 from noisescope.plans.kv_cache import vllm_command as vllm_command
 from noisescope.plans.migration import MigrationSteps as MigrationSteps
 from noisescope.plans.precision import Budget, Plan, modules_of, optimal_plan
@@ -64,12 +59,6 @@ def export_precision(report: Report | Diagnosis, plan: Plan, options: PrecisionO
     return export_plan(plan, str(options.export), modules_of(diagnosis_of(report), options.formats))
 
 
-@takes_options(KvCacheOptions)
-def plan_kv_cache(report: Report | Diagnosis, options: KvCacheOptions) -> KvCachePlan:
-    """Which layers' keys and values keep 16 bits, from a report of `diagnose` with `on="kv-cache"`."""
-    return kv_cache_plan(diagnosis_of(report), keep_layers=options.keep_layers, max_kl=options.max_kl)
-
-
 def export_kv_cache(plan: KvCachePlan, tool: str) -> Export:
     """The plan in the words of another tool."""
     return export_vllm(plan) if tool == "vllm" else Export(json.dumps(to_json(plan), indent=1) + "\n")
@@ -80,14 +69,3 @@ def _table(given: Any) -> Mapping[str, Any]:
     if given is None or isinstance(given, Mapping):
         return given or {}
     return read_foreign(Path(given), dict[str, dict[str, float]], LATENCIES)
-
-
-def plan_migration(options: MigrationOptions) -> MigrationSteps:
-    """The plan of plans/migration.py, with commands that name the report's path."""
-    path = options.report / "report.json" if options.report.is_dir() else options.report
-    return migration.plan_migration(
-        load_report(options.report).diagnosis, path=last_part(str(path)), device=options.device
-    )
-
-
-# Fault tests from a report. No torch here.

@@ -58,7 +58,10 @@ _OUTER = {"embed_tokens": "embed", "wte": "embed", "lm_head": "lm_head", "norm":
 def record(subject: Subject, options: RecordOptions) -> Record:
     """Run a model on prompts and write what every operator gave into the folder `output`.
 
-        ns.record(ns.load("path/to/model", device="cuda"), "gsm8k.jsonl", "gpu.record", full_layers={9, 10})
+    >>> import noisescope as ns
+    >>> found = ns.record(ns.load("demo"), output="cpu.record", samples=4, full_layers={9, 10})
+    >>> found.count, len(found.sites), found.dtype
+    (4, 195, 'float32')
 
     Sketches of every operator always; whole tensors of all operators with detail="full", else of the blocks in
     `full_layers`. Samples of `data` are cut to a multiple of 16 tokens.

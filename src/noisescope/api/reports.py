@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from noisescope import __version__
-from noisescope.atomic_write import folder_inside
-from noisescope.atomic_write import write_file as write_file
-from noisescope.diagnosis.changes import compare_runs
+from noisescope.atomic_write import folder_inside, write_file
+from noisescope.diagnosis import changes
+from noisescope.diagnosis.report import Diagnosis
 from noisescope.diagnosis.stored_run_reader import StoredRun, stored_run
 from noisescope.errors import InvalidInput
 from noisescope.findings import pass_fail as pass_fail
@@ -47,6 +47,14 @@ from noisescope.runs.store import FILE as FILE
 from noisescope.runs.store import Store, StoreCheck
 from noisescope.runs.store_rows import RESULTS, STORED
 from noisescope.sites import OPERATORS as OPERATORS
+
+
+def write_text(path: Path, text: str) -> Path:
+    """Write a text file, and make its folder where there is none; its path."""
+    try:
+        return write_file(path, text)
+    except OSError as error:
+        raise InvalidInput(f"can't write {path}: {error.strerror or error}") from error
 
 
 def as_json(value: object) -> str:
@@ -115,11 +123,17 @@ def find_runs(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
     return rows, unreadable
 
 
-def compare_stored(a: Path, b: Path) -> Comparison:
-    """What changed from one run to another."""
-    first, second = read_run(a), read_run(b)
+def compare_runs(a: str | Path, b: str | Path) -> Comparison:
+    """What changed from one run to another, by their folders: a new checkpoint, another dtype, another device.
+
+    >>> for name in ("monday", "friday"):
+    ...     report = ns.robustness(subject, batches, noise_levels=(0, 0.05), metric="agreement", output=name)
+    >>> ns.compare_runs("monday", "friday").changes.verdict.word
+    'no significant difference'
+    """
+    first, second = read_run(Path(a)), read_run(Path(b))
     with RESULTS.explaining(f"{a} or {b}"):
-        return Comparison(compare_runs(first, second))
+        return Comparison(changes.compare_runs(first, second))
 
 
 @dataclass(frozen=True)
@@ -143,9 +157,23 @@ def stored_command(folder: Path) -> tuple[StoredCommand | None, str]:
     return found, fingerprint if isinstance(fingerprint, str) else ""
 
 
-def load_report(run: Path) -> Report:
-    """The report of a diagnosis, by its run's folder or its report.json."""
-    found = load_any_report(run)
+def as_report(report: Report | Diagnosis | Mapping[str, Any] | str | Path) -> Report:
+    """The report of a diagnosis from its value, its JSON form, its file or its run's folder."""
+    if isinstance(report, (str, Path)):
+        return load_report(report)
+    if isinstance(report, Diagnosis):
+        return Report(report)
+    return report if isinstance(report, Report) else Report.from_data(report, "the report")
+
+
+def load_report(run: str | Path) -> Report:
+    """The report of a diagnosis, by its run's folder or its report.json.
+
+    >>> paths = report.save("out", formats=["json"])  # of ns.diagnose(subject, batches)
+    >>> dict(ns.load_report("out")) == dict(report)
+    True
+    """
+    found = load_any_report(Path(run))
     if not isinstance(found, Report):
         raise InvalidInput(f"{run} holds {found!r}, and this needs the report of a diagnosis (noisescope diagnose)")
     return found

@@ -40,7 +40,7 @@ def diagnose_model(options: DiagnoseOptions) -> None:
             source = options.data if options.calibration is None else options.calibration
             folder, count = options.output / "activations", options.calibration_samples
             api.records.save_activations(subject, source, folder, samples=count, max_tokens=options.max_tokens)
-    output.finish(report, options.output, output.print_summary, as_json=options.json)
+    output.finish(report, options.output, output.print_summary, as_json=options.json, csv=options.csv)
 
 
 def robustness_of_model(options: RobustnessOptions) -> None:
@@ -59,7 +59,7 @@ def robustness_of_model(options: RobustnessOptions) -> None:
         with command_builder.explain_resuming(options.output), ProgressBar() as progress:
             report = api.diagnosis.robustness(subject, options=command_builder.resumable_options(options, progress))
     show = print_roundoff if options.rounding else print_levels
-    output.finish(report, options.output, show, as_json=options.json)
+    output.finish(report, options.output, show, as_json=options.json, csv=options.csv)
 
 
 def print_levels(report: api.reports.Report) -> None:

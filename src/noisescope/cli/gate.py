@@ -40,6 +40,7 @@ def gate_model(options: GateOptions) -> None:
         share = result.seconds / len(result.checks)  # one measurement serves all checks
         checks, headline = result.checks, result.headline
         paths.append(api.reports.write_junit(options.junit, "noisescope gate", checks, seconds=share, summary=headline))
+    paths += output.write_table(result, options.csv)
     paths += [] if options.history is None else api.gates.keep(result, options.history)
     if options.json:
         say(api.reports.as_json(result), nl=False)

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from noisescope import api
-from noisescope.cli.output import aligned, print_each
+from noisescope.cli.output import aligned, print_each, write_table
 from noisescope.cli.terminal import say
 from noisescope.options.device_commands import InspectOptions
 
@@ -27,11 +27,14 @@ def inspect_model(options: InspectOptions) -> None:
       noisescope inspect tiny:llama      a tiny random Llama, to try without a model; also
                                          tiny:gpt2, tiny:mixtral, tiny:bert, tiny:t5 ...
     """
-    found = api.inspection.describe_model(options)
+    subject = api.inspect(options.model, options=options)
+    found = api.inspection.anatomy_facts(subject, verbose=options.verbose)
+    paths = write_table(subject, options.csv)
     if options.json:
         say(json.dumps(found, indent=2))
     else:
         print_anatomy(found)
+        print_each(paths)
 
 
 def print_anatomy(found: dict[str, Any]) -> None:
@@ -63,20 +66,12 @@ def print_anatomy(found: dict[str, Any]) -> None:
 
 def _counts(rows: list[dict[str, Any]]) -> str:
     operators = [op for op in api.reports.OPERATORS if any(op in row["counts"] for row in rows)]
-    lines = [[_ranges(row["places"]), *(str(row["counts"].get(op, "")) for op in operators)] for row in rows]
+    lines = [
+        [api.inspection.place_ranges(row["places"]), *(str(row["counts"].get(op, "")) for op in operators)]
+        for row in rows
+    ]
     return aligned([["place", *operators], *lines], "  ")
 
 
 def _times(counts: dict[str, int]) -> str:
     return ", ".join(operator if count == 1 else f"{count} {operator}" for operator, count in counts.items())
-
-
-def _ranges(places: list[int | str]) -> str:
-    """[0, 1, 2, 5] as "0-2, 5"."""
-    runs: list[list[int | str]] = []
-    for place in places:
-        if runs and isinstance(place, int) and runs[-1][-1] == place - 1:
-            runs[-1].append(place)
-        else:
-            runs.append([place])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

@@ -60,10 +60,12 @@ def locate_fault(options: LocateOptions) -> None:
     simulated = {} if changed is None else {"simulated": options.simulated, "elements_changed": changed}
     text = json.dumps({**verdict.to_dict(), **simulated}, indent=1) + "\n"
     write_verdict(verdict, options, text)
+    tables = output.write_table(verdict, options.csv)
     if options.json:
         say(text, nl=False)
     else:
         print_verdict(verdict)
+        output.print_each(tables)
     if changed is None:
         command_builder.exit_by(CHECKS[verdict.verdict], options)
     right, words = was_found(verdict, place, changed)
@@ -86,7 +88,7 @@ def write_verdict(verdict: Any, options: LocateOptions, text: str) -> None:
         simulated = [("Simulated fault", options.simulated)] if options.simulated else []
         facts = [("Model", options.model), ("Device", options.device), *simulated, ("Date", api.reports.now())]
         text = api.reports.locate_report.as_text(verdict, suffix, facts)
-    output.write_text(options.output, text)
+    api.reports.write_text(options.output, text)
 
 
 def was_found(verdict: Any, place: Any, changed: int) -> tuple[bool, str]:

@@ -10,14 +10,16 @@ from typing import Any
 
 from noisescope import api
 from noisescope.cli.terminal import say
-from noisescope.errors import InvalidInput
 
 _EVERY = 10.0  # seconds between plain lines of progress
 
 
-def finish(report: Any, output: Path | None, show: Callable[[Any], None], *, as_json: bool) -> None:
+def finish(
+    report: Any, output: Path | None, show: Callable[[Any], None], *, as_json: bool, csv: Path | None = None
+) -> None:
     """Write the report into the output folder; print it as JSON, or in words with the paths of its files."""
     paths = [] if output is None else report.save(output)
+    paths += write_table(report, csv)
     if as_json:
         say(report.to_json(), nl=False)
         return
@@ -25,22 +27,22 @@ def finish(report: Any, output: Path | None, show: Callable[[Any], None], *, as_
     print_each(paths)
 
 
-def emit(text: str, options: Any, show: Callable[[], None]) -> None:
-    """Write the JSON text of a result to the output file; print it, or without --json the result in words."""
+def emit(result: Any, options: Any, show: Callable[[Any], None]) -> None:
+    """Write a result to the files that the options name; print it as JSON, or in words with the path of its table."""
+    text = api.reports.as_json(result)
     if options.output is not None:
-        write_text(options.output, text)
+        api.reports.write_text(options.output, text)
+    paths = write_table(result, options.csv)
     if options.json:
         say(text, nl=False)
     else:
-        show()
+        show(result)
+        print_each(paths)
 
 
-def write_text(path: Path, text: str) -> Path:
-    """Write a text file, and make its folder where there is none; its path."""
-    try:
-        return api.reports.write_file(path, text)
-    except OSError as error:
-        raise InvalidInput(f"can't write {path}: {error.strerror or error}") from error
+def write_table(result: Any, path: Path | None, table: str | None = None) -> list[Path]:
+    """Write a table of a result as CSV where a path is given; the paths written."""
+    return [] if path is None else [api.reports.write_text(path, result.to_csv(table))]
 
 
 def print_each(values: Iterable[object], prefix: str = "  ") -> None:

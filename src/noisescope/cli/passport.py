@@ -90,7 +90,7 @@ def passport_of_device(options: PassportOptions) -> None:
         passport = api.comparison.read_passport(options.from_)
     else:
         with plain_warnings():
-            passport = api.comparison.take_passport(options.device, quick=options.quick)
+            passport = api.comparison.passport(options=options)
     if options.output is not None:
         api.comparison.write_passport(passport, options.output)
     differences = api.comparison.diff(passport, theirs) if theirs is not None else None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from typing import Any
 
 import typer
 
@@ -17,9 +18,20 @@ from noisescope.options.plans import (
     PrecisionOptions,
     SmoothquantOptions,
 )
+from noisescope.options.shared import ReportModelOptions
 
 MOST_REASONS = 2
 MOST_MODULES = 10
+
+
+def loader(report: api.reports.Report, options: ReportModelOptions) -> Callable[[], Any]:
+    """Loads the report's model, or the one that the options name, once it is needed."""
+
+    def load() -> Any:
+        command_builder.show_named_model(report, options)
+        return api.preparation.load_report_subject(report, options)
+
+    return load
 
 
 def plan_fault_tests(options: FaultTestOptions) -> None:
@@ -36,22 +48,18 @@ def plan_fault_tests(options: FaultTestOptions) -> None:
     3 where no test could be decided.
     """
     report = api.reports.load_report(options.report)
-    tests = api.plans.generate(report.diagnosis)[: options.limit]
-    results: list[api.plans.FaultTestResult] = []
-    if options.run:
-        with command_builder.plain_warnings():
-            show = (lambda result: None) if options.json else print_test_result  # each as soon as it ends
-            command_builder.show_named_model(report, options)
-            subject = api.preparation.load_report_subject(report, options)
-            results = api.fault_tests.run_report_tests(subject, report, tests, options, on_result=show)
-    elif not options.json:
+    show = (lambda result: None) if options.json else print_test_result  # each as soon as it ends
+    with command_builder.plain_warnings():
+        tested = api.plan.fault_tests(report, options=options, subject=loader(report, options), on_result=show)
+    tests, results = tested.tests, tested.results
+    if not options.run and not options.json:
         for test in tests:
             print_test(test)
     found = api.reports.as_json({"tests": [test.to_dict() for test in tests], "results": results})
-    paths = [] if options.csv is None else [output.write_text(options.csv, api.plans.to_csv(tests))]
+    paths = output.write_table(tested, options.csv)
     if options.output is not None:
-        paths.append(output.write_text(options.output / "fault_tests.csv", api.plans.to_csv(tests)))
-        paths.append(output.write_text(options.output / "fault_tests.json", found))
+        paths += output.write_table(tested, options.output / "fault_tests.csv")
+        paths.append(api.reports.write_text(options.output / "fault_tests.json", found))
     if options.junit is not None:
         spent = [result.seconds for result in results]
         paths.append(api.reports.write_junit(options.junit, "noisescope fault tests", results, seconds=spent))
@@ -94,8 +102,7 @@ def plan_hardware_migration(options: MigrationOptions) -> None:
     noisescope plan migration noisescope-demo
     noisescope plan migration out/report.json --device npu -o migration.json
     """
-    plan = api.plans.plan_migration(options)
-    output.emit(api.reports.as_json(plan), options, lambda: print_migration(plan))
+    output.emit(api.plan.migration(options.report, options=options), options, print_migration)
 
 
 def print_migration(plan: api.plans.MigrationSteps) -> None:
@@ -130,24 +137,14 @@ def plan_precision(options: PrecisionOptions) -> None:
     with scales are printed beside them.
     """
     report = api.reports.load_report(options.report)
-    plan = api.plans.plan_precision(report, options=options)
-    result = api.plans.predict_precision(report, plan, formats=options.formats)
-    # a tool that can't take the plan is refused before the work of --verify
-    export = None if options.export is None else api.plans.export_precision(report, plan, options)
-    if options.verify:
-        with command_builder.plain_warnings():
-            command_builder.show_named_model(report, options)
-            subject = api.preparation.load_report_subject(report, options)
-            result = api.verify_precision(subject, report, plan, options=options)
-    if options.output is not None and export is not None:
-        output.write_text(options.output, export.text)
-        result = replace(result, notes=(*result.notes, *export.notes))
+    with command_builder.plain_warnings():
+        result = api.plan.precision(report, options=options, subject=loader(report, options))
+    paths = output.write_table(result, options.csv)
     if options.json:
         say(api.reports.as_json(result), nl=False)
         return
     print_precision(result)
-    if options.output is not None:
-        say(f"  {options.output}")
+    output.print_each([*paths, *([] if options.output is None else [options.output])])
 
 
 def print_precision(plan: api.plans.PrecisionPlan) -> None:
@@ -199,24 +196,16 @@ def plan_kv_cache(options: KvCacheOptions) -> None:
     noisescope plan kv-cache kv --keep-layers 2 --export vllm -o kv_cache.json
     """
     report = api.reports.load_report(options.report)
-    plan = api.plans.plan_kv_cache(report, options=options)
-    export = None if options.export is None else api.plans.export_kv_cache(plan, options.export)
-    if options.verify:
-        with command_builder.plain_warnings():
-            command_builder.show_named_model(report, options)
-            subject = api.preparation.load_report_subject(report, options)
-            plan = api.verify_kv_cache(subject, report, plan, options=options)
-    if options.output is not None and export is not None:
-        output.write_text(options.output, export.text)
-        plan = replace(plan, notes=(*plan.notes, *export.notes))
+    with command_builder.plain_warnings():
+        plan = api.plan.kv_cache(report, options=options, subject=loader(report, options))
+    paths = output.write_table(plan, options.csv)
     if options.json:
         say(api.reports.as_json(plan), nl=False)
         return
     print_kv_cache(plan)
     if options.export == "vllm":
         say(f"next: {api.plans.vllm_command(plan, options.model or report['run']['model']['source'])}")
-    if options.output is not None:
-        say(f"  {options.output}")
+    output.print_each([*paths, *([] if options.output is None else [options.output])])
 
 
 def print_kv_cache(plan: api.plans.KvCachePlan) -> None:
@@ -260,10 +249,8 @@ def plan_smoothquant(options: SmoothquantOptions) -> None:
     """
     found = api.reports.load_report(options.report)
     with command_builder.plain_warnings():
-        command_builder.show_named_model(found, options)
-        subject = api.preparation.load_report_subject(found, options)
-        result = api.plan_smoothquant(subject, found, options=options)
-    output.emit(api.reports.as_json(result), options, lambda: print_smoothing(result))
+        result = api.plan.smoothquant(found, options=options, subject=loader(found, options))
+    output.emit(result, options, print_smoothing)
 
 
 def print_smoothing(result: api.plan_trials.SmoothingPlan) -> None:

@@ -99,7 +99,7 @@ def compare_devices(options: CompareOptions) -> None:
     """
     with command_builder.plain_warnings():
         found = api.comparison.compare(options=options)
-    output.emit(found.to_json(), options, lambda: print_found(found))
+    output.emit(found, options, print_found)
     command_builder.exit_by(found.outcome, options)
 
 

@@ -10,7 +10,7 @@ import typer
 
 from noisescope import api
 from noisescope.cli.command_builder import COMMANDS, add_command
-from noisescope.cli.output import print_each
+from noisescope.cli.output import print_each, write_table
 from noisescope.cli.terminal import say, say_line
 from noisescope.errors import InvalidInput
 from noisescope.options.base import WIDEN_TRUST, unlike_default
@@ -40,12 +40,16 @@ def draw_report(options: DrawOptions) -> None:
     noisescope report out/report.json --figures
     noisescope report out --summary --format md            one page, for a pull request
     noisescope report out --step-summary                   in a GitHub Actions job
+    noisescope report out --csv channels.csv --table channels
     noisescope report --schema
     """
     if options.schema:
         say(json.dumps(api.reports.schema(), indent=1))
         return
     report = api.reports.load_any_report(options.run)
+    if options.csv is not None:
+        print_each(write_table(report, options.csv, options.table), "")
+        return
     target = options.output or (options.run if options.run.is_dir() else options.run.parent)
     if options.step_summary:
         say_line(f"appended to {api.reports.append_step_summary(report)}", err=True)
@@ -183,8 +187,9 @@ def compare_two_runs(options: CompareRunsOptions) -> None:
     Every injection that both ran is compared, sample by sample where the data are the same. Settings that both need in
     common: --noise-scale, --operators, --window; and --data, --samples for pairs.
     """
-    comparison = api.reports.compare_stored(options.a, options.b)
+    comparison = api.reports.compare_runs(options.a, options.b)
     paths = [] if options.output is None else comparison.save(options.output, name="comparison", formats=options.format)
+    paths += write_table(comparison, options.csv)
     if options.json:
         say(comparison.to_json(), nl=False)
         return

@@ -16,6 +16,7 @@ from noisescope.comparison.measures import Array, ErrorSums
 from noisescope.comparison.priorities import DifferenceCosts, difference_costs
 from noisescope.comparison.records import Record, check_comparable, unlike
 from noisescope.comparison.rows import BlockError, Logits, Side, Sides, SiteRow, TokenRow
+from noisescope.comparison.sheets import comparison_sheet
 from noisescope.comparison.site_divergence import block_errors, coarser_dtype, judge_sites, measure_sites, round_off
 from noisescope.diagnosis.report import Diagnosis
 from noisescope.errors import InvalidInput
@@ -26,6 +27,7 @@ from noisescope.foreign import FileKind, fitting, members, parse_json, read_text
 from noisescope.jsonform import to_json
 from noisescope.plain_text import last_part, shown
 from noisescope.sites import Site
+from noisescope.tables import Sheet, Tabular
 
 SCHEMA_VERSION = 2  # 2: "diverges" for "parts"; undecided sites are counted; infinite differences are marked
 COMPARISON = FileKind("comparison", "`noisescope compare A B -o FILE` writes one", root="comparison")
@@ -35,7 +37,7 @@ Verdict = Literal["identical", "round-off", "diverged", "compared", "undecided"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class Comparison(Tabular):
     """How two devices differ; `words` describes it in sentences. The fields are the keys of the JSON form.
 
     `verdict` is of all sites that can be compared; `undecided` of them have no finite number on either side, and where
@@ -76,6 +78,9 @@ class Comparison:
         if self.passed is False:
             return FAIL
         return UNDECIDED if self.verdict == "undecided" or (self.max_mape is not None and not self.passed) else PASS
+
+    def sheet(self) -> Sheet:
+        return comparison_sheet(self)
 
     def to_json(self) -> str:
         return json.dumps(to_json(self), indent=1, allow_nan=False) + "\n"

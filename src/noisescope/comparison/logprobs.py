@@ -28,6 +28,7 @@ from noisescope.estimate import Estimate
 from noisescope.findings.pass_fail import FAIL, PASS, UNDECIDED, at_most
 from noisescope.findings.pass_fail import Verdict as CheckVerdict
 from noisescope.jsonform import to_json
+from noisescope.tables import Sheet, Table, Tabular
 
 SCHEMA_VERSION = 1
 Verdict = Literal["identical", "round-off", "diverged", "undecided"]
@@ -70,7 +71,7 @@ class WorstRow:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LogprobComparison:
+class LogprobComparison(Tabular):
     """How two files of log-probabilities differ. Gaps are means of |difference|, in nats per token."""
 
     schema_version: int = SCHEMA_VERSION
@@ -100,6 +101,13 @@ class LogprobComparison:
         if self.verdict in ("identical", "round-off"):
             return PASS
         return FAIL if self.verdict == "diverged" else UNDECIDED
+
+    def sheet(self) -> Sheet:
+        tables = {"causes": Table.of(LogprobCause, self.causes), "sequences": Table.of(WorstRow, self.worst)}
+        heads = {"name": "cause", "nats": "nats per token", "statement": "", "next_step": "what to do"}
+        tone = {"identical": "low", "round-off": "low", "diverged": "critical", "undecided": "moderate"}[self.verdict]
+        lines = (self.words, f"{self.sequences} sequences, {self.tokens} tokens.", *self.notes)
+        return Sheet(self.verdict, tables, heads, lines, tone=tone)
 
     def to_json(self) -> str:
         return json.dumps(to_json(self), indent=1, allow_nan=False) + "\n"

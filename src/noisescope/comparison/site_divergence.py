@@ -21,6 +21,7 @@ from noisescope.comparison.records import Batch, Record, site_key
 from noisescope.comparison.rows import BlockError, SiteRow, site_row
 from noisescope.errors import InvalidInput
 from noisescope.findings import GAIN_ROUND_OFF, ROUND_OFF
+from noisescope.plain_text import last_part
 from noisescope.sites import FUSED, Place, Site
 
 _MOST_NAMED = 8  # sites in a note
@@ -60,7 +61,8 @@ def measure_sites(a: Record, b: Record, notes: list[str]) -> MeasuredSites:
         else:
             uncompared.append(site)
     if _alone(a, b) or _alone(b, a):
-        notes.append(f"{len(found)} sites are compared; {a.path} has {len(a.sites)}, {b.path} has {len(b.sites)}")
+        sizes = (f"{last_part(side.path)} has {len(side.sites)}" for side in (a, b))
+        notes.append(f"{len(found)} sites are compared; {', '.join(sizes)}")
     if not found:
         raise InvalidInput("the records share sites, but no tensors of the same shape: were the inputs different?")
     if uncompared:

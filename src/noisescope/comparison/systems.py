@@ -18,6 +18,7 @@ from noisescope.estimate import Estimate
 from noisescope.findings.pass_fail import FAIL, PASS, UNDECIDED
 from noisescope.findings.pass_fail import Verdict as CheckVerdict
 from noisescope.jsonform import to_json
+from noisescope.tables import Sheet, Table, Tabular
 
 SCHEMA_VERSION = 1
 Setting = float | int | str | bool | None
@@ -88,7 +89,7 @@ class RoundOffSource:
 
 
 @dataclass(frozen=True)
-class SystemComparison:
+class SystemComparison(Tabular):
     """The causes of b's divergence from a. The fields are the keys of its JSON form.
 
     `total` = the causes' nats + `round_off` + `remainder`, up to what is not finite. `round_off` is what operators
@@ -121,6 +122,19 @@ class SystemComparison:
         if self.verdict == "undecided":
             return UNDECIDED
         return FAIL if self.verdict == "different" else PASS
+
+    def sheet(self) -> Sheet:
+        parts = Table.of(Cause, self.causes)
+        tables = {"causes": parts, "round_off": Table.of(RoundOffSource, self.sources)}
+        sides = (f"{name}: {side.model}, {side.engine} {side.version}, {side.dtype}, {side.device}"
+                 for name, side in (("a", self.a), ("b", self.b)))  # fmt: skip
+        sizes = (("In all", self.total), ("round-off", self.round_off), ("remainder", self.remainder))
+        known = [f"{name} {size.value:.3g}" for name, size in sizes if size.value is not None]
+        nats = [f"{', '.join(known)} nats per token."] if known else []
+        heads = {"stage": "stage", "name": "cause", "nats": "nats per token", "words": ""}
+        tone = {"identical": "low", "round-off": "low", "different": "critical", "undecided": "moderate"}[self.verdict]
+        lines = (self.words, *sides, *nats, *self.notes)
+        return Sheet(self.verdict, tables, heads, lines, tone=tone)
 
     def to_json(self) -> str:
         return json.dumps(to_json(self), indent=1, allow_nan=False) + "\n"

@@ -96,7 +96,14 @@ def built_in() -> DataSet:
 
 
 def read_data(path: str | Path, *, limit: int | None = None) -> DataSet:
-    """The items of a file, at most `limit` of them. The file's suffix decides its format."""
+    """The items of a file, at most `limit` of them. The file's suffix decides its format.
+
+    >>> import noisescope as ns
+    >>> from noisescope.demo import test_file
+    >>> data = ns.read_data(test_file(), limit=3)
+    >>> len(data.items), data.kind
+    (3, 'answer')
+    """
     most = None if limit is None else whole_number(limit, "limit")
     items: list[Item] = []
     for where, fields in rows(Path(path).expanduser()):

@@ -41,11 +41,14 @@ def faulty(
 ) -> FaultScope:
     """A scope in which `model` has a fault.
 
-        with faulty(model, DeadZone(0.3), 10) as scope:                             # the output of block 10
-            model(tokens)
-        scope.changed                                                               # elements that came out different
-        faulty(model, StuckBit(12), 10, operator="linear", module="*down_proj")
-        faulty(model, "gain:0.01@lm_head")
+    >>> import torch, noisescope as ns
+    >>> model = ns.load("tiny:llama").model
+    >>> with ns.faulty(model, "dead_zone:0.3@1") as scope:  # block 1 loses its small outputs
+    ...     output = model(torch.arange(8)[None])
+    >>> scope.changed > 0  # elements that came out different
+    True
+
+    Also as values: `faulty(model, StuckBit(12), 10, operator="linear", module="*down_proj")`.
 
     `site` is a block's index or an outer place, a text such as "10/linear", a `Where`, or the `Site` of a suspect.
     Leaving raises NothingInjected if the site never ran. A fault that ran and changed nothing is not an error: look at

@@ -17,10 +17,15 @@ from noisescope.options.device_commands import LocateOptions
 def locate(subject: Subject | nn.Module, options: LocateOptions) -> Verdict:
     """Find where the model computes wrongly on its device.
 
-        verdict = ns.locate(ns.load("demo"))
-        verdict.headline                                  # the verdict with its coverage, in one sentence
-        verdict.verdict                                   # "healthy", "faulty" or "undecided"
-        verdict.suspects[0].site.place, verdict.suspects[0].fault_class, verdict.smallest_visible
+    >>> import noisescope as ns
+    >>> subject = ns.load("tiny:llama")
+    >>> with ns.faulty(subject.model, "gain:0.01@1/linear"):
+    ...     verdict = ns.locate(subject, quick=True)
+    >>> verdict.verdict, verdict.suspects[0].site.place, verdict.suspects[0].fault_class
+    ('faulty', 1, 'gain')
+
+    `verdict.headline` is the verdict with its coverage, in one sentence; `verdict.smallest_visible` has the
+    detection limits.
 
     `method` selects how. "audit" recomputes every operator on the host from its actual inputs. "relations" calls
     modules again and tests laws of healthy arithmetic, without weights or a host. "auto" runs the audit, and relations

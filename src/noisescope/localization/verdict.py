@@ -7,10 +7,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from noisescope.errors import unknown
-from noisescope.localization.coverage import Coverage, percent
+from noisescope.localization.coverage import Cell, Coverage, percent
 from noisescope.sites import Site
+from noisescope.tables import Sheet, Table, Tabular
 
 VERDICTS = ("healthy", "faulty", "undecided")
+_COLUMNS = (
+    "place", "operator", "module", "tensor", "phase", "occurrence", "fault_class", "class_confidence", "confidence",
+    "score", "channels", "period", "rows", "row_words", "also", "evidence",
+)  # fmt: skip
+_TONES = {"healthy": "low", "faulty": "critical", "undecided": "moderate"}
 
 # What a fault does to the numbers, as far as a locator can tell one from another.
 CLASSES = (
@@ -91,7 +97,7 @@ class Suspect:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Verdict(Tabular):
     """A locator's complete answer; suspects are ranked, the likeliest first."""
 
     verdict: str
@@ -158,6 +164,16 @@ class Verdict:
             "unseen": [str(site) for site in self.unseen],
             "coverage": self.coverage.to_dict(),
         }
+
+    def sheet(self) -> Sheet:
+        found = [suspect.to_dict() for suspect in self.suspects]
+        suspects = Table(_COLUMNS, tuple(tuple(row[name] for name in _COLUMNS) for row in found))
+        heads = {"place": "place", "operator": "operator", "module": "module", "fault_class": "kind of fault"}
+        heads |= {"confidence": "confidence", "evidence": "evidence"}
+        not_run = f"Not run: {'; '.join(self.coverage.not_run)}" if self.coverage.not_run else ""
+        lines = (f"{self.method}, {self.forwards:g} forwards, {self.checked:,} checks.", not_run, *self.notes)
+        tables = {"suspects": suspects, "coverage": Table.of(Cell, self.coverage.cells)}
+        return Sheet(self.headline, tables, heads, tuple(filter(None, lines)), tone=_TONES[self.verdict])
 
 
 def ranked(suspects: Iterable[Suspect]) -> tuple[Suspect, ...]:

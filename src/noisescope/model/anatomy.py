@@ -18,7 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from noisescope.errors import InvalidInput, UnsupportedModel
+from noisescope.model.anatomy_tables import anatomy_sheet
 from noisescope.sites import CACHED, OPERATORS, Place, Site, place_order
+from noisescope.tables import Sheet, Tabular
 
 # Kinds of unit: the module is the operator, or it holds function calls that are.
 MODULE, ATTENTION, EXPERTS, ROUTER, ROTARY, CALLS = "module", "attention", "experts", "router", "rotary", "calls"
@@ -64,7 +66,7 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Anatomy:
+class Anatomy(Tabular):
     """Blocks by index, units in module order, and what can't be observed."""
 
     architecture: str
@@ -80,6 +82,9 @@ class Anatomy:
         """Operators that no unit computes, or may compute."""
         present = {op for unit in self.units for op in unit.operators}
         return [op for op in OPERATORS if op not in present]
+
+    def sheet(self) -> Sheet:
+        return anatomy_sheet(self, f"{self.architecture}, {len(self.blocks)} blocks")
 
     def check_layers(self, places: Iterable[Place]) -> None:
         """Reject a block that the model does not have."""
@@ -108,7 +113,11 @@ class Anatomy:
 
 
 def dissect(model: nn.Module, *, require_blocks: bool = True) -> Anatomy:
-    """The anatomy of a model; without `require_blocks` a model without blocks is one block 0, as for `noisy_ops`."""
+    """The anatomy of a model; without `require_blocks` a model without blocks is one block 0, as for `noisy_ops`.
+
+    >>> ns.dissect(ns.load("tiny:llama").model).absent()
+    ['bmm', 'gelu']
+    """
     model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper; names are those of the model inside
     _refuse_serving_engine(model)
     if not isinstance(model, nn.Module):

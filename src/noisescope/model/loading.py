@@ -23,6 +23,7 @@ from noisescope.model.anatomy import Anatomy, dissect
 from noisescope.model.foreign_files import GgufFacts, check_folder_files, gguf_facts
 from noisescope.options.shared import ALLOWED, refuse_missing_path, uncached
 from noisescope.plain_text import one_line
+from noisescope.tables import Sheet, Tabular
 
 _DTYPES = {
     "float64": torch.float64,
@@ -43,7 +44,7 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "*.model", "vocab.txt"
 
 
 @dataclass(frozen=True)
-class Subject:
+class Subject(Tabular):
     """The model under test, with what is needed to run it and to target its parts."""
 
     model: nn.Module
@@ -51,6 +52,12 @@ class Subject:
     anatomy: Anatomy
     source: str
     loading: Mapping[str, Any] | None = None  # `load`'s keyword arguments as plain values; None: wrapped
+
+    def sheet(self) -> Sheet:
+        found = list(self.model.parameters())  # a tied weight counts once
+        dtypes = ", ".join(sorted({str(one.dtype).removeprefix("torch.") for one in found}))
+        size = f"{sum(one.numel() for one in found):,} parameters in {dtypes}"
+        return replace(self.anatomy.sheet(), title=f"{repr(self)[len('<Subject ') : -1]}, {size}")
 
     def __repr__(self) -> str:
         return f"<Subject {self.source}: {self.anatomy.architecture}, {len(self.anatomy.blocks)} blocks>"
@@ -91,6 +98,10 @@ def load(
     else a causal language model.
 
     The weights of a GGUF file are dequantised on loading, so noise applies to the arithmetic of the dequantised model.
+
+    >>> import noisescope as ns
+    >>> ns.load("demo")
+    <Subject demo: LlamaForCausalLM (llama), 16 blocks>
     """
     wanted, where = _dtype(dtype), _device(device)
     if str(source) == "demo" and dtype is None and where.type == "cpu":
@@ -144,7 +155,12 @@ def load(
 
 
 def wrap(model: nn.Module, tokenizer: Any = None) -> Subject:
-    """Wrap a model you already have, unchanged: mode, device and wrappers stay."""
+    """Wrap a model you already have, unchanged: mode, device and wrappers stay.
+
+    >>> import noisescope as ns
+    >>> ns.wrap(ns.load("tiny:llama").model).anatomy.blocks
+    ('model.layers.0', 'model.layers.1')
+    """
     return Subject(model, tokenizer, dissect(model), getattr(model, "name_or_path", "") or type(model).__name__)
 
 

@@ -18,6 +18,7 @@ from noisescope.options.shared import (
     PrintingOptions,
     SamplingOptions,
     Source,
+    TableOptions,
     checked_model,
     report_path,
 )
@@ -71,17 +72,15 @@ def compared_source(path: Path) -> Path:
 
 
 @dataclass(frozen=True, kw_only=True)
-class InspectOptions(PrintingOptions):
+class InspectOptions(PrintingOptions, TableOptions):
     command: ClassVar[str] = "inspect"
 
     model: str = changed(
         LoadingOptions, "model", "demo", help="A Hugging Face folder or cached id, a .gguf file, demo, or tiny:NAME."
     )
     verbose: bool = command_option(False, "List every module with its operators.", short="-v")
-    attn_implementation: str | None = command_option(
-        None, "sdpa, eager ...", unit="NAME", default_text="the model's own"
-    )
-    dtype: str | None = changed(DeviceOptions, "dtype")
+    attn_implementation: str | None = option(None, "sdpa, eager ...", unit="NAME", default_text="the model's own")
+    dtype: str | None = changed(DeviceOptions, "dtype", surface="both")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +101,7 @@ class RecordOptions(SamplingOptions, LoadingOptions, FileOptions, PrintingOption
     engine_args: tuple[str, ...] = command_option(
         (), "Arguments of the engine, such as max_num_seqs=8,dtype=float32.", default_text="none"
     )
-    simulate: str | None = command_option(
+    simulate: str | None = option(
         None, "A fault to simulate while recording, such as dead_zone:0.3@10; the record's notes name it.", unit="FAULT"
     )
     prompts: Sequence[Any] | None = option(
@@ -111,7 +110,7 @@ class RecordOptions(SamplingOptions, LoadingOptions, FileOptions, PrintingOption
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareOptions(SamplingOptions, CheckingOptions, PrintingOptions):
+class CompareOptions(SamplingOptions, CheckingOptions, PrintingOptions, TableOptions):
     command: ClassVar[str] = "compare"
 
     a: Path | Any = argument(
@@ -188,7 +187,7 @@ class CompareOptions(SamplingOptions, CheckingOptions, PrintingOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocateOptions(CheckingOptions, LoadingOptions, FileOptions, PrintingOptions):
+class LocateOptions(CheckingOptions, LoadingOptions, FileOptions, PrintingOptions, TableOptions):
     command: ClassVar[str] = "locate"
 
     method: str = option("auto", "How to look for the fault.", choices=LOCATE_METHODS)
@@ -196,6 +195,7 @@ class LocateOptions(CheckingOptions, LoadingOptions, FileOptions, PrintingOption
         RecordOptions,
         "simulate",
         help="A fault to simulate and look for, such as dead_zone:0.3@10 or gain:0.01@3/linear.",
+        surface="command",
     )
     # The flags of the original method notes' finder scripts: `simulated` is the text that they come to.
     ground_truth_layer: int | None = command_option(None, "The block of a simulated fault.", least=0, hidden=True)
@@ -336,8 +336,8 @@ class LocateOptions(CheckingOptions, LoadingOptions, FileOptions, PrintingOption
 class PassportOptions(PrintingOptions):
     command: ClassVar[str] = "passport"
 
-    device: str = changed(DeviceOptions, "device")
-    quick: bool = command_option(False, "Fewer points, sizes and repeats.")
+    device: str = changed(DeviceOptions, "device", surface="both")
+    quick: bool = option(False, "Fewer points, sizes and repeats.")
     output: Path | None = command_option(None, "Write the passport to this file.", short="-o")
     diff: Path | None = command_option(None, "Another passport: print how they differ.")
     from_: Path | None = command_option(None, "Show this passport instead of measuring one.")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from noisescope.options.base import CommandOptions
+from noisescope.options.base import CommandOptions, Naming
 from noisescope.options.fields import (
     REPORT_FORMATS,
     STARTS,
@@ -17,7 +18,14 @@ from noisescope.options.fields import (
     option,
 )
 from noisescope.options.sensitivity import DiagnoseOptions, RobustnessOptions
-from noisescope.options.shared import DeviceOptions, ExecutionOptions, FileOptions, PrintingOptions, SamplingOptions
+from noisescope.options.shared import (
+    DeviceOptions,
+    ExecutionOptions,
+    FileOptions,
+    PrintingOptions,
+    SamplingOptions,
+    TableOptions,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +69,7 @@ class PhasesOptions(ExecutionOptions, FileOptions, PrintingOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DrawOptions(CommandOptions):
+class DrawOptions(TableOptions):
     command: ClassVar[str] = "report"
 
     run: Path = argument(
@@ -78,7 +86,17 @@ class DrawOptions(CommandOptions):
     output: Path | None = command_option(
         None, "Folder to write into.", unit="DIR", short="-o", default_text="the run's own"
     )
+    csv: Path | None = changed(
+        TableOptions, "csv", help="Write a table of the report to this file as CSV, and nothing else."
+    )
+    table: str | None = command_option(
+        None, "With csv: which table, such as findings or channels.", unit="NAME", default_text="the main one"
+    )
     schema: bool = command_option(False, "Print the JSON Schema of report.json and stop.", stops=True)
+
+    def problems(self, named: Naming) -> Iterator[str]:
+        if self.table is not None and self.csv is None:
+            yield f"{named('table')} chooses what {named('csv')} writes: give {named('csv')} FILE, too"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +140,7 @@ class ResumeOptions(FolderOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareRunsOptions(PrintingOptions):
+class CompareRunsOptions(PrintingOptions, TableOptions):
     command: ClassVar[str] = "runs compare"
 
     a: Path = argument("A", "The folder of a run.", surface="command")

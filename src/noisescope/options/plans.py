@@ -26,6 +26,7 @@ from noisescope.options.shared import (
     ReportOptions,
     SamplingOptions,
     Source,
+    TableOptions,
 )
 
 
@@ -65,12 +66,12 @@ class VerifyOptions(FormatOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrecisionOptions(VerifyOptions, BudgetOptions, ReportModelOptions, PrintingOptions):
+class PrecisionOptions(VerifyOptions, BudgetOptions, ReportModelOptions, PrintingOptions, TableOptions):
     command: ClassVar[str] = "plan precision"
 
-    verify: bool = command_option(False, "Carry the plan out on the model, and measure.")
-    export: str | None = command_option(None, "Write the plan for another tool.", unit="TOOL", choices=TOOLS)
-    output: Path | None = command_option(None, "With export: the file to write.", short="-o")
+    verify: bool = option(False, "Carry the plan out on the model, and measure.")
+    export: str | None = option(None, "Write the plan for another tool.", unit="TOOL", choices=TOOLS)
+    output: Path | None = option(None, "With export: the file to write.", short="-o")
 
     def problems(self, named: Naming) -> Iterator[str]:
         if (self.export is None) != (self.output is None):
@@ -78,7 +79,7 @@ class PrecisionOptions(VerifyOptions, BudgetOptions, ReportModelOptions, Printin
 
 
 @dataclass(frozen=True, kw_only=True)
-class KvCacheOptions(SamplingOptions, ReportModelOptions, PrintingOptions):
+class KvCacheOptions(SamplingOptions, ReportModelOptions, PrintingOptions, TableOptions):
     command: ClassVar[str] = "plan kv-cache"
 
     keep_layers: int | None = option(None, "Number of layers that keep 16 bits, the costliest.", least=0)
@@ -88,13 +89,13 @@ class KvCacheOptions(SamplingOptions, ReportModelOptions, PrintingOptions):
         least=0,
         default_text="a tenth of what rounding all layers costs",
     )
-    verify: bool = command_option(False, "Carry the plan out on the model, and measure.")
+    verify: bool = option(False, "Carry the plan out on the model, and measure.")
     samples: int = changed(
         SamplingOptions, "samples", 64, help="With verify: samples to measure on, after those of the report."
     )
     data: Source = changed(SamplingOptions, "data", default_text="the report's")
-    export: str | None = command_option(None, "Write the plan for another tool.", unit="TOOL", choices=CACHE_TOOLS)
-    output: Path | None = command_option(None, "With export: the file to write.", short="-o")
+    export: str | None = option(None, "Write the plan for another tool.", unit="TOOL", choices=CACHE_TOOLS)
+    output: Path | None = option(None, "With export: the file to write.", short="-o")
 
     def problems(self, named: Naming) -> Iterator[str]:
         if self.keep_layers is not None and self.max_kl is not None:
@@ -104,7 +105,7 @@ class KvCacheOptions(SamplingOptions, ReportModelOptions, PrintingOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SmoothquantOptions(SamplingOptions, ReportModelOptions, PrintingOptions):
+class SmoothquantOptions(SamplingOptions, ReportModelOptions, PrintingOptions, TableOptions):
     command: ClassVar[str] = "plan smoothquant"
 
     alpha: float | None = option(
@@ -123,7 +124,7 @@ class SmoothquantOptions(SamplingOptions, ReportModelOptions, PrintingOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MigrationOptions(ReportOptions, PrintingOptions):
+class MigrationOptions(ReportOptions, PrintingOptions, TableOptions):
     command: ClassVar[str] = "plan migration"
 
     device: str = option("cuda", "The new machine's device, for the commands: cuda, npu ...", unit="D")
@@ -131,14 +132,14 @@ class MigrationOptions(ReportOptions, PrintingOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FaultTestOptions(CheckingOptions, SamplingOptions, ReportModelOptions, PrintingOptions):
+class FaultTestOptions(CheckingOptions, SamplingOptions, ReportModelOptions, PrintingOptions, TableOptions):
     command: ClassVar[str] = "plan fault-tests"
 
-    run: bool = command_option(False, "Carry the tests out with the fault simulator.")
+    run: bool = option(False, "Carry the tests out with the fault simulator.")
     data: Source = changed(SamplingOptions, "data", default_text="the report's")
     samples: int = changed(SamplingOptions, "samples", 32)
-    limit: int | None = command_option(None, "Only the first N tests.", least=1, default_text="all")
-    csv: Path | None = command_option(None, "Write the tests there.")
+    limit: int | None = option(None, "Only the first N tests.", least=1, default_text="all")
+    csv: Path | None = changed(TableOptions, "csv", help="Write the tests to this file as CSV.")
     junit: Path | None = command_option(None, "With run: write the results there as JUnit XML.")
     output: Path | None = command_option(
         None, "Folder for fault_tests.csv, .json and the results.", unit="DIR", short="-o"

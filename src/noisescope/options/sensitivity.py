@@ -35,6 +35,7 @@ from noisescope.options.shared import (
     SamplingOptions,
     ScoringOptions,
     Source,
+    TableOptions,
     noise_scale,
     report_path,
 )
@@ -42,7 +43,7 @@ from noisescope.sites import CACHED, canonical_operator
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiagnoseOptions(MeasuringOptions, ExecutionOptions, LoadingOptions, FileOptions, PrintingOptions):
+class DiagnoseOptions(MeasuringOptions, ExecutionOptions, LoadingOptions, FileOptions, PrintingOptions, TableOptions):
     command: ClassVar[str] = "diagnose"
 
     level: tuple[str, ...] = option(
@@ -136,7 +137,7 @@ class DiagnoseOptions(MeasuringOptions, ExecutionOptions, LoadingOptions, FileOp
 
 
 @dataclass(frozen=True, kw_only=True)
-class RobustnessOptions(ScoringOptions, ExecutionOptions, LoadingOptions, FileOptions, PrintingOptions):
+class RobustnessOptions(ScoringOptions, ExecutionOptions, LoadingOptions, FileOptions, PrintingOptions, TableOptions):
     command: ClassVar[str] = "robustness"
 
     noise_levels: tuple[float, ...] = option((0.0, 0.05, 0.10), "Noise scales; 0 is the clean model.", least=0)
@@ -158,7 +159,9 @@ class RobustnessOptions(ScoringOptions, ExecutionOptions, LoadingOptions, FileOp
 
 
 @dataclass(frozen=True, kw_only=True)
-class GateOptions(CheckingOptions, SamplingOptions, ExecutionOptions, LoadingOptions, FileOptions, PrintingOptions):
+class GateOptions(
+    CheckingOptions, SamplingOptions, ExecutionOptions, LoadingOptions, FileOptions, PrintingOptions, TableOptions
+):
     command: ClassVar[str] = "gate"
 
     baseline: Path | Mapping[str, Any] = option(

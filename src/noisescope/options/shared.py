@@ -112,6 +112,13 @@ class PrintingOptions(CommandOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TableOptions(CommandOptions):
+    """Of commands whose result is a table; in Python `to_csv()` and `to_frame()` of the result."""
+
+    csv: Path | None = command_option(None, "Write the result's rows to this file as CSV.", stored=False)
+
+
+@dataclass(frozen=True, kw_only=True)
 class FileOptions(CommandOptions):
     config: Path | None = command_option(
         None,

@@ -9,9 +9,6 @@ keys depend on the kind of test. Inside they are typed.
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -22,8 +19,8 @@ from noisescope.findings import LIMITS, metric_name, percent
 from noisescope.findings.finding import counted, span
 from noisescope.findings.pass_fail import FAIL, PASS, UNDECIDED, Verdict, at_most, overall
 from noisescope.jsonform import Json, to_json
-from noisescope.plain_text import csv_cell
 from noisescope.stats import Estimate
+from noisescope.tables import Sheet, Table, Tabular
 
 COLUMNS = ("test_id", "component", "test_type", "parameters", "acceptance_criteria")
 RECOVERY = f"< {LIMITS['fault_recovery_steps']:g} steps"
@@ -129,13 +126,11 @@ def _check_criteria(test_id: str, cell: Mapping[str, Json]) -> None:
 
 def to_csv(tests: Iterable[FaultTest]) -> str:
     """One line per test; parameters and criteria are JSON."""
-    text = io.StringIO(newline="")
-    writer = csv.writer(text)
-    writer.writerow(COLUMNS)
-    for test in tests:
-        cells = test.to_dict().values()
-        writer.writerow([csv_cell(cell) if isinstance(cell, str) else json.dumps(cell) for cell in cells])
-    return text.getvalue()
+    return _table(tests).to_csv()
+
+
+def _table(tests: Iterable[FaultTest]) -> Table:
+    return Table(COLUMNS, tuple(tuple(test.to_dict().values()) for test in tests))
 
 
 # -- tests from what a diagnosis warns of
@@ -280,6 +275,30 @@ class FaultTestResult:
     criteria: tuple[CriterionResult, ...]
     measured: FaultMeasurement | None
     seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class FaultTests(Tabular):
+    """The tests of a report, and a result for each where they were carried out."""
+
+    tests: tuple[FaultTest, ...]
+    results: tuple[FaultTestResult, ...] = ()
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """Of all tests together; None where none was carried out."""
+        return overall([result.verdict for result in self.results]) if self.results else None
+
+    def sheet(self) -> Sheet:
+        tables = {"tests": _table(self.tests)}
+        if not self.results:
+            heads = {"test_id": "test", "component": "component", "acceptance_criteria": "accepted"}
+            return Sheet(f"{counted(len(self.tests), 'fault test')}, not carried out", tables, heads)
+        tables["results"] = Table.of(FaultTestResult, self.results, without=("criteria",))
+        heads = {"name": "test", "verdict": "verdict", "message": ""}
+        tone = {FAIL: "critical", UNDECIDED: "moderate"}.get(str(self.verdict), "low")
+        title = f"{self.verdict}: {counted(len(self.results), 'fault test')}"
+        return Sheet(title, tables, heads, shown=tables["results"], tone=tone)
 
 
 def judge(test: FaultTest, measured: FaultMeasurement, *, seconds: float = 0.0) -> FaultTestResult:

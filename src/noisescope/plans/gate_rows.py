@@ -9,6 +9,7 @@ from noisescope.diagnosis.gate_baseline import CLEAN
 from noisescope.findings.finding import counted
 from noisescope.findings.pass_fail import FAIL, UNDECIDED, Verdict, headline
 from noisescope.stats import Estimate
+from noisescope.tables import Sheet, Table, Tabular
 
 SCHEMA_VERSION = 2  # 2: rows are typed, and an undecided row no longer hides behind those that pass
 Measure = Literal["predicted_kl", "kl"]
@@ -137,7 +138,7 @@ class GateBaseline:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GateResult(Decision):
+class GateResult(Decision, Tabular):
     """A decision with what was compared, when, and under which conditions."""
 
     schema_version: int = SCHEMA_VERSION
@@ -156,6 +157,18 @@ class GateResult(Decision):
     @property
     def failed(self) -> bool:
         return self.verdict == FAIL
+
+    def sheet(self) -> Sheet:
+        tables = {
+            "checks": Table.of(GateRow, self.checks),
+            "divergence": Table.of(DivergenceRow, self.divergence),
+            "limits": Table.of(LimitRow, self.limits),
+            "scores": Table.of(ScoreChange, self.accuracy),
+        }
+        heads = {"name": "check", "verdict": "verdict", "message": ""}
+        title = f"{self.verdict}: {self.model} against {self.baseline.model}"
+        tone = {FAIL: "critical", UNDECIDED: "moderate"}.get(self.verdict, "low")
+        return Sheet(title, tables, heads, (f"{self.headline}.", f"{self.n}."), tone=tone)
 
 
 def headline_of(decision: Decision, conditions: ConditionsRow) -> str:

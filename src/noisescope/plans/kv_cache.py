@@ -24,6 +24,7 @@ from noisescope.findings.finding import Evidence
 from noisescope.plans.precision_exports import Export
 from noisescope.plans.precision_results import PlanData
 from noisescope.stats import Estimate
+from noisescope.tables import Sheet, Table, Tabular
 
 SHARE = 0.1  # of the divergence of a wholly rounded cache may be left, where no budget is given
 # The cache dtypes of vLLM that round as ours do: fp8 with its scale of 1, integers with a scale per token and head.
@@ -59,8 +60,8 @@ class CarriedOut:
 
 
 @dataclass(frozen=True)
-class KvCachePlan:
-    """Layers by what rounding them costs, the costliest first, and those that keep 16 bits."""
+class KvCachePlan(Tabular):
+    """Layers by the cost of rounding them, the most expensive first, and those that keep 16 bits."""
 
     question: Question
     kept: tuple[int, ...]
@@ -71,6 +72,12 @@ class KvCachePlan:
     rows: tuple[CarriedOut, ...] = ()
     data: PlanData | None = None
     notes: tuple[str, ...] = ()
+
+    def sheet(self) -> Sheet:
+        title = f"{self.question.name}: {len(self.kept)} of {len(self.layers)} layers keep 16 bits"
+        tables = {"layers": Table.of(CacheLayer, self.layers), "measured": Table.of(CarriedOut, self.rows)}
+        heads = {"layer": "layer", "nats": "nats per token", "evidence": "evidence", "keeps_16_bits": "keeps 16 bits"}
+        return Sheet(title, tables, heads, self.notes)
 
 
 def kv_cache_plan(found: Diagnosis, *, keep_layers: int | None = None, max_kl: float | None = None) -> KvCachePlan:

@@ -32,6 +32,7 @@ from noisescope.errors import InvalidInput
 from noisescope.findings import ADVICE, BANDS, BORDERLINE, LIMITS, Finding, metric_name, percent
 from noisescope.findings.finding import counted
 from noisescope.sites import NamedPlace, OuterPlace
+from noisescope.tables import Sheet, Table, Tabular
 
 Rank = Literal[1, 2, 3]
 COSTLY = 3.0  # times the median layer's nats: priority 1; a finding (STANDS_OUT) is priority 2
@@ -66,12 +67,23 @@ class Priority:
 
 
 @dataclass(frozen=True)
-class MigrationPlan:
+class MigrationPlan(Tabular):
     """Every place of a model under one of three priorities."""
 
     priorities: tuple[Priority, ...]
     fallback: str
     notes: tuple[str, ...]
+
+    def sheet(self) -> Sheet:
+        rows = [(one, evidence) for one in self.priorities for evidence in one.evidence]
+        places = Table.of(PlaceEvidence, (evidence for _, evidence in rows)).beside(
+            ("priority", "precision", "max_mape"),
+            ((one.priority, one.precision[str(evidence.place)], one.max_mape) for one, evidence in rows),
+        )
+        counts = ", ".join(f"{len(one.evidence)} of priority {one.priority}" for one in self.priorities)
+        heads = {"priority": "priority", "place": "place", "precision": "precision", "max_mape": "MAPE allowed"}
+        lines = (f"If a comparison fails: {self.fallback}", *self.notes)
+        return Sheet(f"Places to validate: {counts}", {"places": places}, heads | {"reasons": "why"}, lines)
 
 
 @dataclass(frozen=True)

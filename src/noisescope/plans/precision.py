@@ -23,6 +23,7 @@ from noisescope.diagnosis.section_types import FormatScore, FormatScores
 from noisescope.errors import InvalidInput, unknown
 from noisescope.findings import LIMITS
 from noisescope.options.fields import GRANULARITIES
+from noisescope.tables import Sheet, Table, Tabular
 
 Array = NDArray[np.float64]
 
@@ -106,7 +107,7 @@ class Budget:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Tabular):
     """A format for each module, with the resulting totals."""
 
     method: str
@@ -121,6 +122,12 @@ class Plan:
         """How many modules have each format."""
         names = list(self.assignment.values())
         return {name: names.count(name) for name in sorted(set(names))}
+
+    def sheet(self) -> Sheet:
+        modules = Table(("module", "format"), tuple(self.assignment.items()))
+        title = f"{self.method}: {self.average_bits:.3g} bits per weight, {self.megabytes:.3g} MB"
+        lines = (f"Predicted mean KL {self.predicted_mean_kl:.3g} nats per token.", self.note)
+        return Sheet(title, {"modules": modules}, {"module": "module", "format": "format"}, tuple(filter(None, lines)))
 
 
 def scores_of(found: Diagnosis) -> FormatScores:

@@ -33,6 +33,7 @@ from noisescope.injection import Injection
 from noisescope.plans.precision import Module, Plan, scores_of
 from noisescope.stats import Estimate
 from noisescope.stats.continuous import student_quantile
+from noisescope.tables import Sheet, Table, Tabular
 from noisescope.trials import Results, Trial
 
 NEARLY_ALL = 0.99  # of the weights are planned: routers and short filters need no note
@@ -178,7 +179,7 @@ class PlanData:
 
 
 @dataclass(frozen=True)
-class PrecisionPlan:
+class PrecisionPlan(Tabular):
     """A number format for each linear with what it comes to; what was measured only where `verified`.
 
     KLs are in nats per token: `mean_kl` is the mean over samples, as `predicted_mean_kl` is, those with `typical` in
@@ -207,6 +208,18 @@ class PrecisionPlan:
     rows: tuple[PlanRow, ...] = ()
     data: PlanData | None = None
     notes: tuple[str, ...] = ()
+
+    def sheet(self) -> Sheet:
+        modules = Table(("module", "format"), tuple(self.assignment.items()))
+        tables = {"modules": modules, "plans": Table.of(PlanRow, self.rows)}
+        title = f"{self.method}: {self.average_bits:.3g} bits per weight, {self.megabytes:.3g} MB"
+        counts = ", ".join(f"{name}: {counted(count, 'module')}" for name, count in self.counts.items())
+        lines = (f"{counts}.", f"Predicted mean KL {prediction_sentence(self.prediction)}.", *self.notes)
+        if not self.verified:
+            return Sheet(title, tables, {"module": "module", "format": "format"}, lines)
+        compared = Table.of(PlanRow, (row for row in self.rows if row.kind != "random"))
+        heads = {"name": "plan", "average_bits": "bits", "kl_typical": "typical KL", "accuracy": "score"}
+        return Sheet(title, tables, heads | {"over_plan": "KL over the plan's"}, lines, compared)
 
 
 def predicted_plan(

@@ -25,6 +25,7 @@ from noisescope.findings import band, outlier_advice
 from noisescope.findings.advice import TARGETS
 from noisescope.findings.finding import span
 from noisescope.stats import Estimate
+from noisescope.tables import Sheet, Table, Tabular
 
 # For W8A8 by the band of the largest channel over the median (findings/thresholds.py): above 10 it is watched, as one
 # scale per tensor may be enough; above 20 it gets a scale of its own; above 50 it is smoothed with this alpha. Other
@@ -69,7 +70,7 @@ class BeforeAndAfter:
 
 
 @dataclass(frozen=True)
-class SmoothingPlan:
+class SmoothingPlan(Tabular):
     """SmoothQuant applied to a copy. `gain` is KL before over KL after, sample by sample."""
 
     scheme: str
@@ -80,6 +81,19 @@ class SmoothingPlan:
     folds: tuple[FoldRow, ...]
     recommendations: tuple[SmoothingAdvice, ...]
     notes: tuple[str, ...]
+
+    def sheet(self) -> Sheet:
+        tables = {
+            "recommendations": Table.of(SmoothingAdvice, self.recommendations),
+            "folds": Table.of(FoldRow, self.folds),
+        }
+        heads = {
+            "component": "module",
+            "max_ratio": "largest channel / median",
+            "method": "method",
+            "best": "best here",
+        }
+        return Sheet(self.scheme, tables, heads, (f"{gain_sentence(self.gain)}.", *self.notes))
 
 
 def method_for(max_ratio: float, target: str = "W8A8") -> tuple[str, float | None]:

@@ -39,9 +39,12 @@ def capture(
 ) -> Capture:
     """A scope that records the outputs of operators (and, with keep="raw" or "both", inputs and outputs as tensors).
 
-        with capture(model, operators={"linear"}, layers={3}) as captured:
-            model(tokens)
-        captured.statistics[site].maximum
+    >>> import torch, noisescope as ns
+    >>> model = ns.load("tiny:llama").model
+    >>> with ns.capture(model, operators={"norm"}, layers={1}) as captured:
+    ...     output = model(torch.arange(8)[None])
+    >>> {site.module: tuple(found.maximum.shape) for site, found in captured.statistics.items()}
+    {'model.layers.1.input_layernorm': (32,), 'model.layers.1.post_attention_layernorm': (32,)}
 
     `inputs=False` keeps raw outputs alone. `device` moves raw tensors there (default: they stay where they are).
     `quantiles` keeps a histogram of each channel as well: captured.statistics[site].histogram.quantile(0.99).

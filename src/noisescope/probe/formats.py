@@ -77,6 +77,10 @@ class Format:
     index of the last dimension). Once built, the fields hold what is in force: the canonical name and the defaults
     filled in, so that two equal formats compare equal; ``granularity`` None then means that there is no scale.
     ``asymmetric`` integers have a zero point beside each scale.
+
+    >>> import torch, noisescope as ns
+    >>> ns.Format("int4", "token")(torch.tensor([[0.0, 1.2, 7.0]]), None)
+    tensor([[0., 1., 7.]])
     """
 
     name: str

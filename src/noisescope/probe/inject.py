@@ -26,9 +26,12 @@ WEIGHTED = ("linear", "norm", "embedding")
 def inject(model: nn.Module, injection: Injection, *, anatomy: Anatomy | None = None) -> Probe:
     """A scope that applies `injection` to `model`.
 
-        with inject(model, Injection(Gaussian(0.05), operators={"softmax"}, layers={9})) as tally:
-            model(tokens)
-        tally.forward, tally.per_layer[9].forward
+    >>> import torch, noisescope as ns
+    >>> model = ns.load("tiny:llama").model
+    >>> with ns.inject(model, ns.Injection(ns.Gaussian(0.05), operators={"softmax"}, layers={1})) as tally:
+    ...     output = model(torch.arange(8)[None])
+    >>> tally.forward, tally.per_layer[1].forward
+    (1, 1)
 
     Leaving raises NothingInjected if nothing was altered, or an operator or layer named explicitly was not. Keep the
     returned probe for `probe.rows(samples)` and `probe.update(injection)`.

@@ -9,6 +9,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from noisescope.sites import Place, place_order
+from noisescope.tables import Sheet, Table, Tabular
 
 Group = TypeVar("Group", int | str, str)
 
@@ -47,7 +48,7 @@ class SiteCount(Counts):
 
 
 @dataclass
-class Tally:
+class Tally(Tabular):
     """The counts of a scope; they grow while it is open."""
 
     sites: list[SiteCount] = field(default_factory=list)
@@ -100,6 +101,19 @@ class Tally:
                 group.forward += site.forward
                 group.backward += site.backward
         return groups
+
+    def sheet(self) -> Sheet:
+        fired = (site for site in self.sites if site.total)
+        sites = ((site.operator, site.place, site.module, site.forward, site.backward) for site in fired)
+        operators = ((name, counts.forward, counts.backward) for name, counts in self.per_operator.items())
+        tables = {
+            "sites": Table(("operator", "place", "module", "forward", "backward"), tuple(sites)),
+            "operators": Table(("operator", "forward", "backward"), tuple(operators)),
+        }
+        title, *rest = str(self).splitlines()
+        lines = tuple(line.strip() for line in rest[len(self.per_operator) :])
+        heads = {name: name for name in tables["operators"].columns}
+        return Sheet(title, tables, heads, lines, shown=tables["operators"])
 
     def __str__(self) -> str:
         share = self.changed

@@ -36,11 +36,14 @@ def watch(
 ) -> WatchScope:
     """A scope in which every call of the chosen operators is reported right after it happens.
 
-        sizes = {}
-        def on_call(call):
-            sizes[call.site] = call.output_tensor.abs().max()
-        with ns.watch(model, on_call, operators={"linear"}, layers={3}):
-            model(tokens)
+    >>> import torch, noisescope as ns
+    >>> model, sizes = ns.load("tiny:llama").model, {}
+    >>> def on_call(call):
+    ...     sizes[call.site.module] = call.output_tensor.detach().abs().max().item()
+    >>> with ns.watch(model, on_call, operators={"linear"}, layers={1}):
+    ...     output = model(torch.arange(8)[None])
+    >>> len(sizes), "model.layers.1.self_attn.q_proj" in sizes
+    (7, True)
 
     `on_call` gets a `RecordedCall` in the thread and at the point of the forward where the call was made. It returns
     None, or a replacement for the output that the model continues with. Copy the tensors that you keep: the model, or

@@ -14,6 +14,7 @@ from noisescope.reports.document import Bar, Block, Bullets, Cell, Chart, Docume
 from noisescope.reports.report_file import SavedReport
 from noisescope.reports.words import estimate, number, percent, span, table
 from noisescope.stats import Estimate
+from noisescope.tables import Sheet, Table
 
 LOGS = ("gradient_norm", "held_out")  # quantities that are compared as logs
 _TONES = {"supported": "low", "refuted": "critical"}
@@ -208,6 +209,19 @@ class PhasesReport(SavedReport[PhasesResult]):
             Section("method", "How it was done", tuple(_method(found))),
         )
         return Document("noisescope: noise in training, by phase", facts, sections, run.finished)
+
+    def sheet(self) -> Sheet:
+        found = self.value
+        accuracy = [
+            (arm.name, level, one.value, one.low, one.high, one.n)
+            for arm in found.arms
+            for level, one in arm.accuracy.items()
+        ]
+        columns = ("arm", "noise_level", "accuracy", "accuracy_low", "accuracy_high", "accuracy_n")
+        tables = {"hypotheses": Table.of(JudgedCriterion, found.hypotheses), "arms": Table(columns, tuple(accuracy))}
+        heads = {"name": "hypothesis", "statement": "", "estimate": "measured", "verdict": "verdict"}
+        trained = f"{found.trained.done} of {found.trained.of} models trained."
+        return Sheet(theory_line(found), tables, heads, (trained, *found.could_not_see))
 
 
 def theory_line(report: PhasesResult) -> str:

@@ -29,6 +29,7 @@ from noisescope.plans.precision_results import PrecisionPlan
 from noisescope.reports.document import Document
 from noisescope.reports.markdown import to_markdown
 from noisescope.sites import NamedPlace
+from noisescope.tables import Sheet, Tabular
 
 V = TypeVar("V")
 FORMATS = ("json", "md", "html", "pdf")
@@ -120,7 +121,7 @@ def drawn(document: Document, form: str) -> str | bytes:
     return to_pdf(document)
 
 
-class SavedReport(Mapping[str, Json], Generic[V]):
+class SavedReport(Mapping[str, Json], Tabular, Generic[V]):
     """`value` is what was found, typed; the report itself reads as the JSON form of it.
 
     A subclass names its types in `kinds`, each by a key of its JSON that no other has, and draws them in `document`.
@@ -250,6 +251,21 @@ class Report(SavedReport[DiagnosisReport | Robustness | Roundoff]):
         from noisescope.reports.report_document import document_of
 
         return document_of(self.value)
+
+    def sheet(self) -> Sheet:
+        from noisescope.reports.report_tables import sheet_of
+
+        return sheet_of(self.value)
+
+    def metrics(self) -> dict[str, float]:
+        """The report as one flat dictionary, for any experiment tracker; what was not measured is left out.
+
+        The same report always has the same keys: "operator/softmax/kl", "layer/3/kl", "risk_score" ... An estimate
+        has three: "degradation", "degradation_low" and "degradation_high". No name is a folder of another.
+        """
+        from noisescope.reports.report_tables import metrics_of
+
+        return metrics_of(self.value)
 
 
 def diagnosis_of(report: Report | Diagnosis) -> Diagnosis:

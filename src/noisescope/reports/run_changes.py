@@ -17,6 +17,7 @@ from noisescope.reports.document import Bar, Block, Bullets, Cell, Chart, Curve,
 from noisescope.reports.report_file import SavedReport
 from noisescope.reports.words import SHARES, cell, described, estimate, metric_name, number, percent, table
 from noisescope.stats import Estimate
+from noisescope.tables import Sheet, Table
 
 LARGEST = 5  # changes named on the first screen
 FEW = 3  # bars; fewer are read off the table
@@ -47,6 +48,15 @@ class Comparison(SavedReport[ComparedRuns]):
         sections = (_verdict(found), _runs(found), *_changes(found.rows), *_left_out(found), _method(found))
         facts = (("A", run_line(found.a)), ("B", run_line(found.b)))
         return Document("noisescope: two runs compared", facts, sections)
+
+    def sheet(self) -> Sheet:
+        found = self.changes
+        heads = {"label": "noise in", "metric": "metric", "a": "A", "b": "B", "difference": "B less A"}
+        lines = (f"A: {run_line(found.a)}", f"B: {run_line(found.b)}", *found.notes)
+        tables = {"changes": Table.of(ChangeRow, found.rows)}
+        shown = Table.of(ChangeRow, largest_changes(found.rows))
+        tone = {"worse": "critical", "better": "low", "mixed": "high"}.get(found.verdict.word, "")
+        return Sheet(verdict_line(found), tables, heads | {"verdict": "verdict"}, lines, shown, tone)
 
 
 # -- plain lines, also for the command line
