@@ -68,7 +68,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("locate demo --simulate stuck_bit:bit=99@3", "bit of stuck_bit must be from 0 to 63, got 99"),
         ("locate demo --simulate gain:0.01@head", "unknown place 'head'.*lm_head"),
         ("locate demo --simulate gain:0.01@-1", "blocks are numbered from 0"),
-        ("locate demo --simulate exp_table@3/linear", "exp_table acts on softmax, and not on linear"),
+        ("locate demo --simulate exp_table@3/linear", "exp_table acts on softmax, not on linear"),
         ("locate demo --fault_type deadzone --ground_truth_layer 3", "unknown fault family 'deadzone'"),
         ("record demo --simulate gain:much@3 -o x.record", "magnitude of gain must be a finite number, got 'much'"),
         ("locate demo --device quux", "unknown device 'quux'. Allowed: cpu, cuda"),

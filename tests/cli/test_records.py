@@ -230,7 +230,7 @@ def test_two_systems_are_compared(tmp_path: Path) -> None:
     assert "round-off of " in output and "% of elements differ" in output
     assert "2 prompts, 50 tokens" in call("compare", *both, "--generated", 2).output  # of 46 without
     kernels = call("compare", *both, "--engine-args", "b.attn_implementation=eager").output
-    assert "round-off. Weights and settings are the same" in kernels and "for 99 % of pairs" in kernels
+    assert "round-off. Weights and settings are identical" in kernels and "for 99 % of pairs" in kernels
 
 
 def test_mistakes_about_systems(records: Path) -> None:

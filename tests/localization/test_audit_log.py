@@ -108,7 +108,7 @@ def test_an_overflow_of_the_dtype_is_no_fault(make, where):
     verdict = audit(make(), quick=True)
     assert verdict.verdict == "undecided" and not verdict.suspects  # nothing is known of what was given NaN
     (note,) = arising(verdict)
-    assert where in note and "an overflow of float16(largest value 65504), not a fault" in note
+    assert where in note and "an overflow of float16 (largest value 65504), not a fault" in note
 
 
 def test_auto_tells_of_the_overflow_as_well():

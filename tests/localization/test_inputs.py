@@ -24,8 +24,8 @@ def model() -> torch.nn.Module:
         (torch.zeros(2, 0, dtype=torch.long), r"input_ids is empty \(shape \[2, 0\]\)"),
         (torch.tensor([1, 2, 3]), r"\[sequences, tokens\], got \[3\]: one sequence is ids\[None\]"),
         (torch.tensor([[[1, 2]]]), r"got \[1, 1, 2\]"),
-        (torch.tensor([[1.0, 2.0]]), "whole numbers .*, got torch.float32"),
-        ({"input_ids": [[1, 2]]}, "must be a tensor .*, got list"),
+        (torch.tensor([[1.0, 2.0]]), "an integer tensor .*, got torch.float32"),
+        ({"input_ids": [[1, 2]]}, "must be an integer tensor .*, got list"),
     ],
 )
 @pytest.mark.parametrize("method", ["auto", "relations"])
