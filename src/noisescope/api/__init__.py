@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from noisescope.api import comparison as comparison
+    from noisescope.api import data_files as data_files
+    from noisescope.api import defaults as defaults
     from noisescope.api import diagnosis as diagnosis
     from noisescope.api import experiments as experiments
     from noisescope.api import fault_tests as fault_tests
@@ -41,6 +43,8 @@ if TYPE_CHECKING:
 
 _LAZY = {
     "api.comparison": ("compare",),
+    "api.data_files": (),
+    "api.defaults": (),
     "api.diagnosis": ("diagnose", "robustness"),
     "api.experiments": ("phases",),
     "api.fault_tests": (),

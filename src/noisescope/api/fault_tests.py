@@ -52,7 +52,7 @@ def run_fault_tests(
     """
     tests = tuple(tests)
     settings = Settings(Gaussian(0.05), levels=("operator",))  # the noise is not used: only the clean model is asked
-    scoring = ScoringOptions(data=options.data, samples=options.samples, max_tokens=options.max_tokens, slice=1)
+    scoring = ScoringOptions(data=options.source(), samples=options.samples, max_tokens=options.max_tokens, slice=1)
     prepared = prepare_run(subject, scoring, settings)
     results = []
     runner = _Runner(subject, prepared)
@@ -77,8 +77,9 @@ def run_report_tests(
 ) -> list[FaultTestResult]:
     """The tests of a report on its model, and on its data unless others are given."""
     check_sizes(report, subject)
-    data = find_data(report) if options.data is None else options.data
-    return run_fault_tests(subject, tests, options=replace(options, data=data), on_result=on_result)
+    data = options.source(find_data(report) if options.data is None else None)
+    options = replace(options, data=data, prompt_field=None, answer_field=None)
+    return run_fault_tests(subject, tests, options=options, on_result=on_result)
 
 
 class _Runner:

@@ -49,7 +49,7 @@ def gate(subject: Subject, options: GateOptions) -> GateResult:
     prepared = _prepared(
         subject,
         GateBaselineOptions(
-            data=find_data(report) if options.data is None else options.data,
+            data=options.source(find_data(report) if options.data is None else None),
             noise_scale=run.settings.noise_scale,
             metric=before.metric,
             generate=run.data.measure == "generate",

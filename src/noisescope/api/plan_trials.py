@@ -28,7 +28,7 @@ from noisescope.model.forwards import input_device
 from noisescope.model.loading import Subject
 from noisescope.options.base import takes_options
 from noisescope.options.plans import SmoothquantOptions, VerifyOptions
-from noisescope.options.shared import ExecutionOptions, ScoringOptions
+from noisescope.options.shared import DataFile, ExecutionOptions, ScoringOptions
 from noisescope.plans import precision, precision_results
 from noisescope.plans.gate import refuse_architecture
 from noisescope.plans.precision import Module, Plan, modules_of
@@ -57,7 +57,7 @@ def verify_precision(subject: Subject, report: Report | Diagnosis, plan: Plan, o
     rule = next((rival.plan for rival in rivals if rival.kind == "bit rule"), None)
     drawn = precision.random_plans(modules, plan.average_bits, options.random, seed=options.seed)
     rivals += [NamedPlan(f"random {i}", "random", one) for i, one in enumerate(drawn)]
-    given = find_data(found) if options.data is None else options.data
+    given = options.source(find_data(found) if options.data is None else None)
     held_out, seen_before = _held_out(given, planned.prediction.n, options.samples)
     count, settings = options.samples, Settings(Gaussian(0.05), levels=("layer",), seeds=(0,))
     scoring = ScoringOptions(data=held_out, samples=count, max_tokens=options.max_tokens, slice=count)
@@ -106,7 +106,7 @@ def _row(rival: NamedPlan, carried: PlanScores, own: PlanScores) -> PlanRow:
 
 def _held_out(data: Any, scored: int, samples: int) -> tuple[Any, list[str]]:
     """Samples behind those that formats were scored on; where the data holds no more, all of them and a note."""
-    if isinstance(data, (str, Path)):
+    if isinstance(data, (str, Path, DataFile)):
         data = read_data(data, limit=scored + samples)
     if not isinstance(data, DataSet):
         return data, []
@@ -148,7 +148,7 @@ def plan_smoothquant(subject: Subject, report: Report | Diagnosis, options: Smoo
     alpha, target, found = options.alpha, options.target, diagnosis_of(report)
     recommendations(found, (), target=target)  # refuses a report without channels before the work begins
     check_sizes(found, subject)
-    given = find_data(found) if options.data is None else options.data
+    given = options.source(find_data(found) if options.data is None else None)
     batches = token_batches(subject, given, options.samples, options.max_tokens, which="test")
     if len(batches) < 2:
         raise InvalidInput("SmoothQuant needs at least two samples: one to calibrate on, one to measure on")

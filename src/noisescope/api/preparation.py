@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from noisescope.api.reports import end_facts
-from noisescope.api.run_cost import Cost, estimate
+from noisescope.api.run_cost import Cost, SampleCost, estimate, plan_trials, time_sample
+from noisescope.api.trial_progress import TrialProgress
 from noisescope.data import tokens
 from noisescope.data.dataset import DataSet, built_in, read_data
 from noisescope.diagnosis.context import Settings, StudyContext
@@ -27,6 +28,7 @@ from noisescope.options.base import takes_options
 from noisescope.options.fields import DEFAULT_OPERATORS
 from noisescope.options.sensitivity import DiagnoseOptions
 from noisescope.options.shared import (
+    DataFile,
     DeviceOptions,
     ExecutionOptions,
     LoadingOptions,
@@ -36,6 +38,7 @@ from noisescope.options.shared import (
 )
 from noisescope.plain_text import last_part
 from noisescope.probe.noise import Gaussian
+from noisescope.progress import begin, heard
 from noisescope.runs.batches import Material, whole_samples
 from noisescope.runs.store import Store
 from noisescope.runs.trial_runner import (
@@ -83,6 +86,7 @@ def load_report_subject(report: Mapping[str, Any], options: ReportModelOptions) 
 
 def _loaded(model: str, dtype: str | None, options: DeviceOptions) -> Subject:
     """Without the loader's own progress bars."""
+    begin("loading")
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -118,8 +122,8 @@ def _data_set(subject: Subject, data: Any, count: int, which: str) -> DataSet | 
         return built_in().take(count)
     if isinstance(data, DataSet):
         return data.take(count)
-    if isinstance(data, (str, Path)):
-        return read_data(Path(data).expanduser(), limit=count)
+    if isinstance(data, (str, Path, DataFile)):
+        return read_data(data, limit=count)
     return None
 
 
@@ -164,7 +168,7 @@ def prepare(subject: Subject, options: MeasuringOptions, *, settings: Settings) 
 
 def prepare_run(subject: Subject, options: ScoringOptions, settings: Settings) -> Prepared:
     """Read the data, encode it, cut it into slices, and say what was chosen."""
-    test, test_set = encode_data(subject, options.data, options.samples, options.max_tokens, which="test")
+    test, test_set = encode_data(subject, options.source(), options.samples, options.max_tokens, which="test")
     notes = list(data_notes(test, test_set, options.samples))
     materials = [test]
     calibration = None
@@ -213,10 +217,12 @@ def _calibration(subject: Subject, options: MeasuringOptions, test_set: DataSet 
     """What channels are captured on, and a note where that is the test data."""
     count, tokens = options.calibration_samples, options.max_tokens
     if options.calibration is None and (options.data is not None or subject.source != "demo"):
-        source: Any = test_set if test_set is not None else options.data
+        source: Any = test_set if test_set is not None else options.source()
         extra = encode_data(subject, source, count, tokens, which="test")[0]
         return extra, ["no calibration data was given: channels were captured on the test data"]
-    return encode_data(subject, options.calibration, count, tokens, which="calibration")[0], []
+    given = options if options.calibration is None else replace(options, data=options.calibration)
+    source = options.calibration if options.calibration is None else given.source()
+    return encode_data(subject, source, count, tokens, which="calibration")[0], []
 
 
 def _generates(options: ScoringOptions, test: Material) -> bool:
@@ -305,7 +311,8 @@ class Prepared:
     def run(self, question: Question[C], options: ExecutionOptions) -> tuple[Run, C]:
         """Settle all trials of a question; the facts of the run, and what the question concludes."""
         started = time.perf_counter()
-        progress = progress_of(options)
+        planned = plan_trials(self.context, question.propose, self.subject.anatomy) if heard() else []
+        follow = TrialProgress(self.context, planned, progress_of(options), getattr(question, "phase", None))
         self._refuse_another_model(options)
         with Store(options.output) as store:
             if options.resumes is not None:
@@ -315,7 +322,7 @@ class Prepared:
             store.note(asked=to_json(self.facts), **({} if options.repeat is None else {"command": options.repeat}))
             if self.context.measure == "score":
                 TrialRunner(self.subject, self.materials).check_causal(self.context.test[0])
-            with self._executor(options) as (execute, cost):
+            with self._executor(options) as (execute, cost), follow.following(store) as progress:
                 run_waves(lambda results: self._proposed(question, store, results), store, execute, progress)
                 forwards, notes = cost()
             with store.interpreting():
@@ -356,7 +363,12 @@ class Prepared:
         with on_ray(self.subject, self.materials, self.metric, options) as executor:
             yield executor
 
+    def time_sample(self) -> SampleCost:
+        """What one sample costs here, measured."""
+        with TrialRunner(self.subject, self.materials, metric=self.metric) as runner:
+            return time_sample(runner, self.context)
+
     def cost(self, question: Question[Any]) -> Cost:
-        """What a run would cost, from one timed forward."""
+        """What a run would cost, from one timed sample."""
         with TrialRunner(self.subject, self.materials, metric=self.metric) as runner:
             return estimate(runner, self.context, question.propose)

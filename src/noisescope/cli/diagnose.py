@@ -6,7 +6,6 @@ import time
 
 from noisescope import api
 from noisescope.cli import command_builder, output
-from noisescope.cli.output import ProgressBar
 from noisescope.cli.terminal import say
 from noisescope.options.sensitivity import DemoOptions, DiagnoseOptions, RobustnessOptions
 
@@ -21,23 +20,24 @@ def diagnose_model(options: DiagnoseOptions) -> None:
     noisescope diagnose path/to/model --data gsm8k.jsonl --device cuda -o out
     noisescope diagnose path/to/model --effort screen          two backward passes, seconds
     noisescope diagnose path/to/model --level operator --operators softmax,norm
-    noisescope diagnose path/to/model --dry-run                what it would cost
+    noisescope diagnose path/to/model --dry-run                what it would cost, by one timed sample
+    noisescope diagnose path/to/model --data wiki.txt --metric perplexity
+    noisescope diagnose path/to/model --data qa.jsonl --prompt-field query --answer-field reply
     noisescope diagnose --config run.yaml --seeds 5            the file's options, and another number of seeds
 
     The same command into the same folder resumes. Levels: operator (which kind of operation), layer (sliding windows,
     avalanche points, layer x operator map), channel (outliers).
     """
-    with command_builder.plain_warnings():
-        subject = api.preparation.load_subject(options)
-        if options.dry_run:
-            say(str(api.diagnosis.cost_of_diagnosis(subject, options)))
-            return
-        with command_builder.explain_resuming(options.output), ProgressBar() as progress:
-            report = api.diagnosis.diagnose(subject, options=command_builder.resumable_options(options, progress))
-        if options.save_activations and options.output is not None:
-            source = options.data if options.calibration is None else options.calibration
-            folder, count = options.output / "activations", options.calibration_samples
-            api.records.save_activations(subject, source, folder, samples=count, max_tokens=options.max_tokens)
+    subject, options = command_builder.load_model(options)
+    options = api.defaults.choose_size(subject, options, command_builder.announcer(options))
+    if options.dry_run:
+        say(str(api.diagnosis.cost_of_run(subject, options)))
+        return
+    report = api.diagnosis.diagnose(subject, options=command_builder.resumable_options(options))
+    if options.save_activations and options.output is not None:
+        source = options.source() if options.calibration is None else options.calibration
+        folder, count = options.output / "activations", options.calibration_samples
+        api.records.save_activations(subject, source, folder, samples=count, max_tokens=options.max_tokens)
     output.finish(report, options.output, output.print_summary, as_json=options.json)
 
 
@@ -52,10 +52,12 @@ def robustness_of_model(options: RobustnessOptions) -> None:
     noisescope robustness demo --dtype bfloat16 --rounding
     noisescope robustness path/to/model --data gsm8k.jsonl --noise-levels 0,0.02,0.05 --samples 200 --device cuda
     """
-    with command_builder.plain_warnings():
-        subject = api.preparation.load_subject(options)
-        with command_builder.explain_resuming(options.output), ProgressBar() as progress:
-            report = api.diagnosis.robustness(subject, options=command_builder.resumable_options(options, progress))
+    subject, options = command_builder.load_model(options)
+    options = api.defaults.choose_size(subject, options, command_builder.announcer(options))
+    if options.dry_run:
+        say(str(api.diagnosis.cost_of_run(subject, options)))
+        return
+    report = api.diagnosis.robustness(subject, options=command_builder.resumable_options(options))
     show = print_roundoff if options.rounding else print_levels
     output.finish(report, options.output, show, as_json=options.json)
 
@@ -105,13 +107,12 @@ def run_demo(options: DemoOptions) -> None:
     started = time.perf_counter()
 
     def announce(line: str) -> None:
-        if not options.json:
+        if not options.json and not options.quiet:
             say(line, err=True)
 
     announce("1. diagnosing the bundled model: 5 % noise in every operator, window of layers and channel")
 
-    with command_builder.plain_warnings(), command_builder.explain_resuming(options.output), ProgressBar() as progress:
-        report = api.diagnosis.run_demo(options.output, progress, announce, resumes=options.resumes)
+    report = api.diagnosis.run_demo(options.output, announce, resumes=options.resumes)
     output.finish(report, options.output, print_demo, as_json=options.json)
     if not options.json:
         seconds = time.perf_counter() - started

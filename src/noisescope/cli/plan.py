@@ -33,11 +33,9 @@ def plan_fault_tests(options: FaultTestOptions) -> None:
     tests = api.plans.generate(report.diagnosis)[: options.limit]
     results: list[api.plans.FaultTestResult] = []
     if options.run:
-        with command_builder.plain_warnings():
-            show = (lambda result: None) if options.json else print_test_result  # each as soon as it ends
-            command_builder.show_named_model(report, options)
-            subject = api.preparation.load_report_subject(report, options)
-            results = api.fault_tests.run_report_tests(subject, report, tests, options, on_result=show)
+        show = (lambda result: None) if options.json else print_test_result  # each as soon as it ends
+        subject, options = command_builder.load_reported_model(report, options)
+        results = api.fault_tests.run_report_tests(subject, report, tests, options, on_result=show)
     elif not options.json:
         for test in tests:
             print_test(test)
@@ -129,10 +127,8 @@ def plan_precision(options: PrecisionOptions) -> None:
     # a tool that can't take the plan is refused before the work of --verify
     export = None if options.export is None else api.plans.export_precision(report, plan, options)
     if options.verify:
-        with command_builder.plain_warnings():
-            command_builder.show_named_model(report, options)
-            subject = api.preparation.load_report_subject(report, options)
-            result = api.verify_precision(subject, report, plan, options=options)
+        subject, options = command_builder.load_reported_model(report, options)
+        result = api.verify_precision(subject, report, plan, options=options)
     if options.output is not None and export is not None:
         output.write_text(options.output, export.text)
         result = replace(result, notes=(*result.notes, *export.notes))
@@ -193,10 +189,8 @@ def plan_smoothquant(options: SmoothquantOptions) -> None:
     noisescope plan smoothquant out --target W4A16
     """
     found = api.reports.load_report(options.report)
-    with command_builder.plain_warnings():
-        command_builder.show_named_model(found, options)
-        subject = api.preparation.load_report_subject(found, options)
-        result = api.plan_smoothquant(subject, found, options=options)
+    subject, options = command_builder.load_reported_model(found, options)
+    result = api.plan_smoothquant(subject, found, options=options)
     output.emit(api.reports.as_json(result), options, lambda: print_smoothing(result))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -150,6 +150,7 @@ class RobustnessQuestion:
     """Accuracy and retention at several noise levels, on the same samples with the same draws."""
 
     levels: tuple[float, ...]
+    phase: ClassVar[str] = "noise levels"
 
     def propose(self, context: StudyContext, results: Results) -> list[Trial]:
         noisy = [trial for level in self.levels if level for trial in context.ask(context.injection(scale=level))]

@@ -17,11 +17,18 @@ from noisescope.options.fields import (
     option,
 )
 from noisescope.options.sensitivity import DiagnoseOptions, RobustnessOptions
-from noisescope.options.shared import DeviceOptions, ExecutionOptions, FileOptions, PrintingOptions, SamplingOptions
+from noisescope.options.shared import (
+    DeviceOptions,
+    ExecutionOptions,
+    FileOptions,
+    PrintingOptions,
+    ProgressOptions,
+    SamplingOptions,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PhasesOptions(ExecutionOptions, FileOptions, PrintingOptions):
+class PhasesOptions(ExecutionOptions, FileOptions, ProgressOptions, PrintingOptions):
     command: ClassVar[str] = "experiment phases"
 
     arms: tuple[str, ...] = option(
@@ -55,6 +62,7 @@ class PhasesOptions(ExecutionOptions, FileOptions, PrintingOptions):
         ExecutionOptions, "workers", 1, help="Processes (several share one GPU), or workers with executor ray."
     )
     device: str = changed(DeviceOptions, "device", surface="both")
+    left_open: tuple[str, ...] = changed(DeviceOptions, "left_open")
     seconds: float | None = option(
         None, "Stop cleanly by then; the same command continues.", unit="S", above=0, default_text="no limit"
     )
@@ -102,7 +110,7 @@ class CheckRunOptions(FolderOptions, PrintingOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResumeOptions(FolderOptions):
+class ResumeOptions(FolderOptions, ProgressOptions):
     command: ClassVar[str] = "runs resume"
 
     trust_remote_code: bool = changed(

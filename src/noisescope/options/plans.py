@@ -21,6 +21,7 @@ from noisescope.options.fields import (
 from noisescope.options.shared import (
     CheckingOptions,
     PrintingOptions,
+    ProgressOptions,
     ReportModelOptions,
     ReportOptions,
     SamplingOptions,
@@ -64,7 +65,7 @@ class VerifyOptions(FormatOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrecisionOptions(VerifyOptions, BudgetOptions, ReportModelOptions, PrintingOptions):
+class PrecisionOptions(VerifyOptions, BudgetOptions, ReportModelOptions, ProgressOptions, PrintingOptions):
     command: ClassVar[str] = "plan precision"
 
     verify: bool = command_option(False, "Carry the plan out on the model, and measure.")
@@ -72,12 +73,13 @@ class PrecisionOptions(VerifyOptions, BudgetOptions, ReportModelOptions, Printin
     output: Path | None = command_option(None, "With export: the file to write.", short="-o")
 
     def problems(self, named: Naming) -> Iterator[str]:
+        yield from super().problems(named)
         if (self.export is None) != (self.output is None):
             yield f"{named('export')} and {named('output')} belong together: the tool, and the file to write for it"
 
 
 @dataclass(frozen=True, kw_only=True)
-class SmoothquantOptions(SamplingOptions, ReportModelOptions, PrintingOptions):
+class SmoothquantOptions(SamplingOptions, ReportModelOptions, ProgressOptions, PrintingOptions):
     command: ClassVar[str] = "plan smoothquant"
 
     alpha: float | None = option(
@@ -104,7 +106,7 @@ class MigrationOptions(ReportOptions, PrintingOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FaultTestOptions(CheckingOptions, SamplingOptions, ReportModelOptions, PrintingOptions):
+class FaultTestOptions(CheckingOptions, SamplingOptions, ReportModelOptions, ProgressOptions, PrintingOptions):
     command: ClassVar[str] = "plan fault-tests"
 
     run: bool = command_option(False, "Carry the tests out with the fault simulator.")
@@ -118,5 +120,6 @@ class FaultTestOptions(CheckingOptions, SamplingOptions, ReportModelOptions, Pri
     )
 
     def problems(self, named: Naming) -> Iterator[str]:
+        yield from super().problems(named)
         if self.junit is not None and not self.run:
             yield f"{named('junit')} holds the results of tests, and none are carried out: give {named('run')}, too"
