@@ -3,8 +3,8 @@
     with progress.plan(Phase("calibration", 16), Phase("folds", 30, work=60)):
         for batch in progress.track("calibration", batches): ...
 
-A plan is made before the work begins, so that its total never changes. Without a listener nothing happens. A plan inside
-another one adds nothing to the outer total; its phases are only named.
+A plan is made before the work begins, so that its total never changes. Without a listener nothing happens. A plan
+inside another one adds nothing to the outer total; its phases are only named.
 """
 
 from __future__ import annotations

@@ -182,9 +182,8 @@ def _fitting(costs: _Costs, options: S, left: set[str]) -> S:
         return replace(options, samples=costs.largest("standard") or min(LADDER[-1], costs.most))
     given = options.samples
     if left == {"effort"}:
-        return replace(
-            options, effort="standard" if costs.seconds("standard", costs.most) <= MOST_SECONDS else "screen"
-        )
+        fits = costs.seconds("standard", costs.most) <= MOST_SECONDS
+        return replace(options, effort="standard" if fits else "screen")
     if left == {"samples"}:
         return replace(options, samples=costs.largest(options.effort) or min(LADDER[-1], costs.most))
     samples = costs.largest("standard")

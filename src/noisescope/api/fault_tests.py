@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from noisescope import stats
+from noisescope import progress, stats
 from noisescope.api.plan_trials import check_sizes, find_data
 from noisescope.api.preparation import Prepared, prepare_run
 from noisescope.data.tokens import Sequence
@@ -56,14 +56,15 @@ def run_fault_tests(
     prepared = prepare_run(subject, scoring, settings)
     results = []
     runner = _Runner(subject, prepared)
-    for test in tests:
-        started = time.perf_counter()
-        try:
-            result = judge(test, runner.measured(test))
-        except NoisescopeError as error:  # a fused operator, a place that this model lacks: the other tests go on
-            result = could_not_run(test, str(error))
-        results.append(replace(result, seconds=time.perf_counter() - started))
-        on_result(results[-1])
+    with progress.plan(progress.Phase("fault tests", len(tests))):
+        for test in progress.track("fault tests", tests):
+            started = time.perf_counter()
+            try:
+                result = judge(test, runner.measured(test))
+            except NoisescopeError as error:  # a fused operator, a place that this model lacks: the other tests go on
+                result = could_not_run(test, str(error))
+            results.append(replace(result, seconds=time.perf_counter() - started))
+            on_result(results[-1])
     return results
 
 

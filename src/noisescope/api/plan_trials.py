@@ -21,7 +21,7 @@ from noisescope.diagnosis.report import Diagnosis
 from noisescope.errors import InvalidInput
 from noisescope.findings.finding import counted
 from noisescope.measures.format_costs import UNTOUCHED, is_planned, plan_injection
-from noisescope.measures.smoothquant import W8A8, Smoothed, rounded_kl, smooth
+from noisescope.measures.smoothquant import W8A8, Smoothed, find_folds, rounded_kl, smooth
 from noisescope.model.anatomy import linear_weight
 from noisescope.model.fingerprint import model_fingerprint
 from noisescope.model.forwards import input_device
@@ -36,6 +36,7 @@ from noisescope.plans.precision_results import NamedPlan, PlanData, PlanRow, Pla
 from noisescope.plans.smoothing import BeforeAndAfter, FoldRow, recommendations
 from noisescope.plans.smoothing import SmoothingPlan as SmoothingPlan
 from noisescope.probe.noise import Gaussian
+from noisescope.progress import Phase, plan
 from noisescope.reports.report_file import Report, diagnosis_of
 
 
@@ -153,9 +154,12 @@ def plan_smoothquant(subject: Subject, report: Report | Diagnosis, options: Smoo
     if len(batches) < 2:
         raise InvalidInput("SmoothQuant needs at least two samples: one to calibrate on, one to measure on")
     half = len(batches) // 2
-    smoothed = smooth(subject.model, batches[:half], alpha=alpha, anatomy=subject.anatomy)
-    before = np.array(rounded_kl(subject.model, subject.model, batches[half:], W8A8, subject.anatomy))
-    after = np.array(rounded_kl(smoothed.model, subject.model, batches[half:], W8A8))
+    measured = 2 * (len(batches) - half)  # before and after
+    phases = [Phase("calibration", half), Phase("folds", len(find_folds(subject.model, batches[0], subject.anatomy)))]
+    with plan(*phases, Phase("exact", measured), Phase("rounded", measured)):
+        smoothed = smooth(subject.model, batches[:half], alpha=alpha, anatomy=subject.anatomy)
+        before = np.array(rounded_kl(subject.model, subject.model, batches[half:], W8A8, subject.anatomy))
+        after = np.array(rounded_kl(smoothed.model, subject.model, batches[half:], W8A8))
     folds = tuple(
         FoldRow(fold.source, fold.targets, fold.place, fold.norm, done.alpha, done.largest_scale, done.gains)
         for done, fold in ((done, done.fold) for done in smoothed.folds)

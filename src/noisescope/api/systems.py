@@ -6,6 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from noisescope import progress
 from noisescope.api.reports import now, versions
 from noisescope.api.roundoff import measure_band
 from noisescope.comparison.records import Record, read_record
@@ -27,12 +28,14 @@ from noisescope.sites import WHOLE
 
 def compare_models(options: CompareOptions) -> SystemComparison:
     """What the second system's divergence from the first is made of."""
+    progress.begin("loading", 2)
     a = _opened(options.a, options.engine_args, "a")
+    progress.step("loading")
     b = _opened(options.b, options.engine_args, "b")
     data = _data(options.source(), options.samples, demo=str(options.a).endswith(":demo"))
     prompts = (a.encode(data, options.max_tokens), b.encode(data, options.max_tokens))
     if options.generated:
-        texts = [b.generate(ids, options.generated) for ids in prompts[1]]
+        texts = [b.generate(ids, options.generated) for ids in progress.track("texts of B", prompts[1])]
         mine, its = (tuple((*ids, *text) for ids, text in zip(side, texts, strict=True)) for side in prompts)
         prompts = (mine, its)
     one_dtype = a.facts.dtype == b.facts.dtype

@@ -178,8 +178,8 @@ def _concerns_users(record: logging.LogRecord) -> bool:
 
 def carry_out(run: Callable[[Any], None], options: CommandOptions) -> None:
     """Run a command: warnings in one line, progress on stderr, and Ctrl-C ends in one line that says how to go on."""
-    quiet = not isinstance(options, ProgressOptions) or options.quiet
-    shown = None if quiet else ProgressDisplay(verbose=options.verbose)
+    talks = isinstance(options, ProgressOptions) and not options.quiet
+    shown = ProgressDisplay(verbose=getattr(options, "verbose", False)) if talks else None
     try:
         with plain_warnings(), shown or nullcontext(), progress.shown_by(shown):
             run(options)
