@@ -10,8 +10,6 @@ import pytest
 from typer.testing import CliRunner
 
 from noisescope.cli import app
-from noisescope.cli.output import ProgressBar
-from noisescope.trials import Result
 
 QUICK = ["--samples", "6", "--seeds", "1", "--slice", "6", "--level", "operator", "--operators", "softmax,linear"]
 
@@ -110,20 +108,6 @@ def test_bad_data_names_file_and_line(tmp_path: Path) -> None:
     file.write_text('{"prompt": "1 + 1", "answer": "2"}\n{"prompt": "2 + 2", "answer": "4"}\n{"prompt": "3 + 3"}\n')
     output = call("diagnose", "demo", "--data", file, code=2).output
     assert "bad.jsonl" in output and "3" in output and "answer" in output
-
-
-def test_plain_lines_off_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Now and then a line with an estimate; on a terminal a bar."""
-    monkeypatch.setattr("noisescope.cli.output._EVERY", 0.0)
-    with ProgressBar() as shown:
-        shown.wave(4)
-        shown.step(None, Result(), 0.1)
-        shown.step(None, Result(error="x"), 0.1)
-    assert "2 of 4 trials" in capsys.readouterr().err and shown.failed == 1
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    with ProgressBar() as shown:
-        shown.wave(1)
-        shown.step(None, Result(), 0.1)
 
 
 def test_what_round_off_does(tmp_path: Path) -> None:

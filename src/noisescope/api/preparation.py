@@ -139,7 +139,7 @@ def data_notes(test: Material, found: DataSet | None, wanted: int) -> Iterable[s
 
 def chance_of(test: Material, found: DataSet | None, metric: str) -> float:
     """What guessing gets: of one's own metric nothing is known, and the best guess of a token is the commonest one."""
-    if metric in ("custom", "agreement"):
+    if metric in ("custom", "agreement", "perplexity"):
         return 0.0
     if metric == "next_token_accuracy" or test.kind == "text":
         counts = Counter(token for group in test.encoded.sequences for s in group for token in s.ids[s.start :])
@@ -228,10 +228,13 @@ def _calibration(subject: Subject, options: MeasuringOptions, test_set: DataSet 
 def _generates(options: ScoringOptions, test: Material) -> bool:
     if callable(options.metric):
         return bool(options.generate)
-    by_itself = test.kind in ("answer", "chat") and bool(test.prompts)
+    by_itself = test.kind in ("answer", "chat") and bool(test.prompts) and options.metric == "accuracy"
     generate = by_itself if options.generate is None else options.generate
     if generate and not test.prompts:
-        raise InvalidInput(f"generation needs prompts with answers; this data is of kind {test.kind!r}")
+        raise InvalidInput(
+            f"generation needs prompts with answers, and this data is of kind {test.kind!r}: leave --generate out, or "
+            "name the fields by --prompt-field and --answer-field"
+        )
     if generate and options.metric != "accuracy":
         raise InvalidInput(f"generation measures accuracy alone; metric {options.metric!r} is teacher-forced")
     return generate

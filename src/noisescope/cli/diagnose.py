@@ -67,12 +67,14 @@ def print_levels(report: api.reports.Report) -> None:
     data = found.run.data
     how = {"generate": "by generation", "score": "teacher-forced"}.get(data.measure, "by your metric")
     say(f"{found.run.model.source}: {data.source}, {data.samples} samples, {how}\n")
-    say(f"{'noise':>8}  {'accuracy':>26}  {'retention':>26}  band of the loss")
+    name = words.run_metric(found.run)
+    say(f"{'noise':>8}  {words.described(name):>26}  {'retention':>26}  band of the loss")
     for row in found.robustness.levels:
         if row.error:
             say(f"{row.noise_level:>8g}  failed: {row.error}")
             continue
-        accuracy, retention = (words.estimate(one, share=True).text for one in (row.accuracy, row.retention))
+        accuracy = words.estimate(row.accuracy, share=name in words.SHARES).text
+        retention = words.estimate(row.retention, share=True).text
         band = words.band_of(row).text if row.injected else ""
         say(f"{row.noise_level:>8g}  {accuracy:>26}  {retention:>26}  {band}")
 
