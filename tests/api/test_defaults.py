@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from noisescope import demo
 from noisescope.api import defaults
 from noisescope.api.reports import stored_command
 from noisescope.model import cpu_dtype
@@ -19,6 +20,7 @@ from noisescope.options.sensitivity import DiagnoseOptions, RobustnessOptions
 from noisescope.runs.store import Store
 from noisescope.testing import tiny_model
 
+DATA = demo.test_file()
 OPEN = ("device", "dtype", "effort", "samples")
 
 
@@ -83,7 +85,7 @@ def test_stored_dtypes(half: str, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def subject() -> Any:
-    return load("demo")
+    return replace(load("demo"), source="somebody's")  # of the bundled model the size is known
 
 
 @pytest.mark.parametrize(
@@ -102,18 +104,19 @@ def test_size_by_the_time_it_takes(
     """One timed sample decides between efforts and numbers of samples; the line says what more would buy."""
     monkeypatch.setattr(defaults, "MOST_SECONDS", limit)
     lines: list[str] = []
-    chosen = defaults.choose_size(subject, DiagnoseOptions(left_open=left, calibration_samples=8), lines.append)
+    chosen = defaults.choose_size(subject, DiagnoseOptions(left_open=left, data=DATA), lines.append)
     assert (chosen.effort, chosen.samples) == (effort, samples)
     assert len(lines) == 1 and f"effort {effort}, {samples} samples: about " in lines[0]
     assert re.search(words, lines[0]), lines[0]
 
 
 def test_nothing_is_sized_where_all_was_said(subject: Any) -> None:
-    """Nor for noise levels, where samples alone are open, with an effort in the line."""
+    """Nor for the bundled model. Of noise levels samples alone are open, and the line names no effort."""
     options = DiagnoseOptions()
     assert defaults.choose_size(subject, options, pytest.fail) is options
     lines: list[str] = []
-    levels = RobustnessOptions(left_open=("samples",), generate=False)
+    assert defaults.choose_size(load("demo"), replace(options, left_open=OPEN), pytest.fail).samples == 100
+    levels = RobustnessOptions(left_open=("samples",), generate=False, data=DATA, seeds=1, noise_levels=(0.05,))
     assert defaults.choose_size(subject, levels, lines.append).samples == 100
     assert lines[0].startswith("100 samples: about ")
 

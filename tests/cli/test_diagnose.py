@@ -132,3 +132,17 @@ def test_what_round_off_does(tmp_path: Path) -> None:
 def _curve(folder: Path) -> Path:
     call("robustness", "demo", "--samples", "4", "--seeds", "1", "--no-generate", "-o", folder / "curve")
     return folder / "curve"
+
+
+def test_perplexity_of_a_text_file(tmp_path: Path) -> None:
+    """As a metric of noise levels: perplexity and its ratio to the clean one, both with intervals; a gate takes it."""
+    (tmp_path / "text.txt").write_text("\n".join(f"one and {n} is" for n in ("two", "three", "four", "five", "six")))
+    where = ["--data", tmp_path / "text.txt", "--metric", "perplexity", "--seeds", "1", "-o", tmp_path / "out"]
+    output = call("robustness", "demo", *where, "--noise-levels", "0,0.1").output
+    assert "perplexity" in output and "every line" not in output.splitlines()[0]
+    saved = json.loads((tmp_path / "out" / "report.json").read_text())
+    clean, noisy = saved["robustness"]["levels"]
+    assert clean["accuracy"]["value"] > 1 and clean["accuracy"]["n"] == 5
+    ratio = clean["accuracy"]["value"] / noisy["accuracy"]["value"]
+    assert noisy["retention"]["value"] == pytest.approx(ratio) and noisy["retention"]["low"] < ratio
+    assert any("every line of the text file is a sample" in note for note in saved["could_not_see"])

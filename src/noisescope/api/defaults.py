@@ -120,13 +120,14 @@ def _path(value: object) -> object:
 
 
 def choose_size(subject: Subject, options: S, announce: Announce) -> S:
-    """Effort and number of samples, where left open: on a CPU what fits ten minutes, by one timed sample."""
+    """Effort and number of samples, where left open: on a CPU what fits ten minutes, by timed samples."""
     left = {"samples"} & set(options.left_open)
     if isinstance(options, DiagnoseOptions):
         left |= {"effort"} & set(options.left_open)
     elif options.rounding:
         return options
-    if not left or input_device(subject.model).type != "cpu":
+    known_small = subject.source == "demo" or subject.source.startswith("tiny:")
+    if not left or known_small or input_device(subject.model).type != "cpu":
         return options
     costs = _Costs(subject, options)
     options = _fitting(costs, options, left)
@@ -197,9 +198,7 @@ def _words(costs: _Costs, options: DiagnoseOptions | RobustnessOptions, left: se
     effort = options.effort if isinstance(options, DiagnoseOptions) else "standard"
     samples = min(options.samples, costs.most)
     named = f"effort {effort}, " if isinstance(options, DiagnoseOptions) else ""
-    took = (
-        f"{named}{samples} samples: about {duration(costs.seconds(effort, samples))} on this CPU, by one timed sample"
-    )
+    took = f"{named}{samples} samples: about {duration(costs.seconds(effort, samples))} on this CPU, by timed samples"
     if samples < costs.most and "samples" in left:
         smaller = math.sqrt(costs.most / samples)
         longer = duration(costs.seconds(effort, costs.most))

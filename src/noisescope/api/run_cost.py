@@ -19,11 +19,12 @@ from noisescope.diagnosis.context import StudyContext
 from noisescope.errors import InvalidInput
 from noisescope.model.anatomy import Anatomy
 from noisescope.probe.prefix import first_noisy_block
-from noisescope.runs.trial_runner import TrialRunner
+from noisescope.runs.trial_runner import Clean, TrialRunner
 from noisescope.trials import Result, Results, Slice, Trial, missing
 
 _HESSIAN = 6.0  # forwards that one Hessian-vector product costs (a backward through a backward)
 _COMPARING = 1.15  # scoring logits against the clean ones, and opening the scope
+_TIMING = 3.0  # seconds that timing may take beyond the first sample
 Propose = Callable[[StudyContext, Results], Iterable[Trial]]
 
 
@@ -82,14 +83,17 @@ def plan_trials(context: StudyContext, propose: Propose, anatomy: Anatomy, *, re
 
 
 def time_sample(runner: TrialRunner, context: StudyContext) -> SampleCost:
-    """Time one sample of typical length, after a first run that warms up kernels and caches."""
-    part = _typical(runner, context)
+    """Time one sample of typical length, after a first run that warms up kernels and caches.
+
+    Of a small model a batch takes hardly longer than a sample: where that is quick, as many are timed as run together.
+    """
+    part, first = _typical(runner, context), context.test[0]
     runner.clean(part)
-    runner.forget_slice()
-    started = time.perf_counter()
-    clean = runner.clean(part)
-    float(clean.logits[0][0].flatten()[0])  # waits for the device
-    seconds = time.perf_counter() - started
+    seconds, clean = _timed(runner, part)
+    many = min(first.stop - first.start, int(_TIMING / seconds))
+    if many > 1:
+        seconds = _timed(runner, replace(first, stop=first.start + many))[0] / many
+        runner.clean(part)
     generating = 0.0
     if context.measure == "generate":
         started = time.perf_counter()
@@ -104,6 +108,15 @@ def time_sample(runner: TrialRunner, context: StudyContext) -> SampleCost:
         hidden=runner.prefix.kept_bytes(),
         weights=sum(p.numel() * p.element_size() for p in runner.model.parameters()),
     )
+
+
+def _timed(runner: TrialRunner, part: Slice) -> tuple[float, Clean]:
+    """Seconds of a clean forward of a slice, and what it gave."""
+    runner.forget_slice()
+    started = time.perf_counter()
+    clean = runner.clean(part)
+    float(clean.logits[0][0].flatten()[0])  # waits for the device
+    return time.perf_counter() - started, clean
 
 
 def _typical(runner: TrialRunner, context: StudyContext) -> Slice:

@@ -129,7 +129,8 @@ class ProgressDisplay:
         if self.seconds_left is not None:
             parts.append(f"about {duration(self.seconds_left)} left")
         else:
-            parts.append(f"{duration(self.clock() - self._entered)} so far")
+            since = self._started if self.total else self._entered
+            parts.append(f"{duration(self.clock() - since)} so far")
         return f"{self.step_text} ({', '.join(parts)})"
 
     def tick(self) -> None:
