@@ -26,6 +26,7 @@ from noisescope.model.loading import Subject
 from noisescope.options.device_commands import LocateOptions, RecordOptions
 from noisescope.options.sensitivity import DiagnoseOptions, RobustnessOptions
 from noisescope.options.shared import DeviceOptions, LoadingOptions, ReportModelOptions
+from noisescope.progress import begin
 from noisescope.trials import slices
 
 L = TypeVar("L", bound=LoadingOptions)
@@ -129,6 +130,7 @@ def choose_size(subject: Subject, options: S, announce: Announce) -> S:
     known_small = subject.source == "demo" or subject.source.startswith("tiny:")
     if not left or known_small or input_device(subject.model).type != "cpu":
         return options
+    begin("timing samples")
     costs = _Costs(subject, options)
     options = _fitting(costs, options, left)
     announce(_words(costs, options, left))
