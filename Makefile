@@ -3,13 +3,19 @@ PYTHON ?= python3.11
 PIP = .venv/bin/pip --disable-pip-version-check
 RUN = .venv/bin/python
 
-.PHONY: setup test lint types unit fuzz newest notebooks engines demo docs bench clean
+.PHONY: setup test lint types unit fuzz newest notebooks engines demo wheel docs bench clean
 
+# What `pip install noisescope` installs, and nothing for tests: enough for `make demo`.
 # torch first and by exact version: any other order may fetch a build with gigabytes of GPU libraries.
 # constraints.txt pins what CI installs; pyproject.toml has the floors that users need.
-.venv/ready: pyproject.toml constraints.txt
+.venv/core: pyproject.toml constraints.txt
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv || python3 -m venv .venv
 	$(PIP) install -q -c constraints.txt torch
+	$(PIP) install -q -c constraints.txt -e .
+	touch .venv/core
+
+# What tests need besides.
+.venv/ready: .venv/core
 	$(PIP) install -q -c constraints.txt transformers
 	$(PIP) install -q -c constraints.txt -e ".[test]"
 	touch .venv/ready
@@ -62,7 +68,7 @@ engines: .venv-engines/ready
 	OMP_NUM_THREADS=1 .venv-engines/bin/pytest -m engine -q -p no:cacheprovider tests/engines/test_vllm.py tests/engines/test_vllm_plugin.py \
 		--cov --cov-config=tests/engines/coverage.ini --cov-report=term --cov-fail-under=85
 
-demo: setup
+demo: .venv/core
 	.venv/bin/noisescope demo -o noisescope-demo
 
 # The documentation as a site in build/site; a broken link or anchor is an error. --quiet would hide what --strict counts.
@@ -70,8 +76,18 @@ docs: setup
 	$(PIP) install -q -c constraints.txt -e ".[docs]"
 	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict
 
+# The wheel in a fresh virtual environment, as a user installs it, and the demo run from another folder.
+wheel:
+	rm -rf .venv-wheel build/wheel
+	$(PYTHON) -m venv .venv-wheel || python3 -m venv .venv-wheel
+	.venv-wheel/bin/pip --disable-pip-version-check wheel -q --no-deps -w build/wheel .
+	.venv-wheel/bin/pip --disable-pip-version-check install -q "torch==2.13.0"
+	.venv-wheel/bin/pip --disable-pip-version-check install -q -c constraints.txt build/wheel/noisescope-*.whl
+	cd build/wheel && ../../.venv-wheel/bin/noisescope demo -o demo
+	test -s build/wheel/demo/report.html
+
 bench: setup
 	$(RUN) benchmarks/overhead.py
 
 clean:
-	rm -rf .venv .venv-newest .venv-engines build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage fuzz-failures
+	rm -rf .venv .venv-newest .venv-engines .venv-wheel build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage fuzz-failures

@@ -15,7 +15,7 @@ import noisescope
 SOURCE = Path(noisescope.__file__).parent
 
 # part -> parts it may import besides itself. A part is a module or a package right under noisescope.
-READING = {"errors", "foreign", "jsonform", "plain_text"}  # files from elsewhere, and text from them
+READING = {"errors", "foreign", "jsonform", "plain_text", "progress"}  # files from elsewhere, and text from them
 VALUES = READING | {"atomic_write", "estimate", "trial_id_names", "sites", "injection", "tables", "trials", "options"}
 TORCHLESS = VALUES | {"stats", "findings"}  # interpreting: imported with torch blocked
 MEASURING = {"model", "data", "probe", "faults", "measures"}
@@ -35,7 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     "testing": VALUES,
     "demo": VALUES | {"model"},
     "model": VALUES | {"demo", "testing"},
-    "data": READING | {"model"},
+    "data": READING | {"model", "options"},
     "probe": VALUES | {"model"},
     "faults": VALUES | {"model", "probe"},
     "measures": VALUES | {"model", "probe"},
@@ -48,7 +48,7 @@ ALLOWED: dict[str, set[str]] = {
     "noisy_ops": {"compat", "errors"},
     "diagnostic": {"compat"},
     "api": BELOW_CLI,
-    "cli": {"api", "options", "errors", "plain_text"},
+    "cli": {"api", "options", "errors", "plain_text", "progress"},
     "__main__": {"cli"},
 }
 FILES = sorted(path.relative_to(SOURCE) for path in SOURCE.rglob("*.py") if path != SOURCE / "__init__.py")

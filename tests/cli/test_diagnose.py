@@ -10,8 +10,6 @@ import pytest
 from typer.testing import CliRunner
 
 from noisescope.cli import app
-from noisescope.cli.output import ProgressBar
-from noisescope.trials import Result
 
 QUICK = ["--samples", "6", "--seeds", "1", "--slice", "6", "--level", "operator", "--operators", "softmax,linear"]
 
@@ -112,20 +110,6 @@ def test_bad_data_names_file_and_line(tmp_path: Path) -> None:
     assert "bad.jsonl" in output and "3" in output and "answer" in output
 
 
-def test_plain_lines_off_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Now and then a line with an estimate; on a terminal a bar."""
-    monkeypatch.setattr("noisescope.cli.output._EVERY", 0.0)
-    with ProgressBar() as shown:
-        shown.wave(4)
-        shown.step(None, Result(), 0.1)
-        shown.step(None, Result(error="x"), 0.1)
-    assert "2 of 4 trials" in capsys.readouterr().err and shown.failed == 1
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    with ProgressBar() as shown:
-        shown.wave(1)
-        shown.step(None, Result(), 0.1)
-
-
 def test_what_round_off_does(tmp_path: Path) -> None:
     """The band, digits and greedy texts in words, as JSON and as a page; a comparison of files takes the band."""
     quick = ["--rounding", "--dtype", "bfloat16", "--samples", "6", "--seeds", "1", "--max-new-tokens", "8"]
@@ -148,3 +132,17 @@ def test_what_round_off_does(tmp_path: Path) -> None:
 def _curve(folder: Path) -> Path:
     call("robustness", "demo", "--samples", "4", "--seeds", "1", "--no-generate", "-o", folder / "curve")
     return folder / "curve"
+
+
+def test_perplexity_of_a_text_file(tmp_path: Path) -> None:
+    """As a metric of noise levels: perplexity and its ratio to the clean one, both with intervals; a gate takes it."""
+    (tmp_path / "text.txt").write_text("\n".join(f"one and {n} is" for n in ("two", "three", "four", "five", "six")))
+    where = ["--data", tmp_path / "text.txt", "--metric", "perplexity", "--seeds", "1", "-o", tmp_path / "out"]
+    output = call("robustness", "demo", *where, "--noise-levels", "0,0.1").output
+    assert "perplexity" in output and "every line" not in output.splitlines()[0]
+    saved = json.loads((tmp_path / "out" / "report.json").read_text())
+    clean, noisy = saved["robustness"]["levels"]
+    assert clean["accuracy"]["value"] > 1 and clean["accuracy"]["n"] == 5
+    ratio = clean["accuracy"]["value"] / noisy["accuracy"]["value"]
+    assert noisy["retention"]["value"] == pytest.approx(ratio) and noisy["retention"]["low"] < ratio
+    assert any("every line of the text file is a sample" in note for note in saved["could_not_see"])

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import resource
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 import noisescope
+from noisescope.cli import app, command_builder
+from noisescope.runs.store import Store
 
 BLOCKED = """
 import sys
@@ -31,6 +36,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (here / "run.yaml").write_text("windw: 3\n")
     (here / "tokens.yaml").write_text("max_tokens: many\n")
     (here / "a.record").mkdir()
+    (here / "columns.jsonl").write_text('{"query": "1 + 1", "reply": "2"}\n')
+    (here / "data.docx").write_text("x")
+    (here / "unfinished").mkdir()
+    with Store(here / "unfinished") as store:
+        store.note(command={"name": "diagnose", "options": {"model": "demo"}, "again": []})
     return here
 
 
@@ -95,6 +105,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("locate demo --method audti", "unknown method 'audti'.*Did you mean 'audit'"),
         ("plan precision none --average-bits 5", "there is no report at none"),
         ("experiment phases --noise-levels 0 five", "extra argument"),
+        (
+            "diagnose demo --data columns.jsonl",
+            "none of the allowed forms. Fields found: query, reply.*--prompt-field query --answer-field reply",
+        ),
+        ("gate demo --baseline . --data columns.jsonl", "Or name them, such as --prompt-field query"),
+        ("diagnose demo --data columns.jsonl --prompt-field querry", "unknown field .*'querry'.*Did you mean 'query'"),
+        ("diagnose demo --data columns.jsonl --answer-field reply", "--answer-field needs --prompt-field"),
+        ("diagnose demo --prompt-field query --data data.docx", "unknown format of the data file.*Allowed: .jsonl"),
+        ("diagnose demo --metric perplexty", "unknown metric 'perplexty'.*Did you mean 'perplexity'"),
+        ("report unfinished", "not finished, so there is no report yet: noisescope runs resume unfinished"),
+        ("plan precision unfinished --average-bits 5", "is not finished.*noisescope runs resume unfinished"),
     ],
 )
 def test_a_mistake_is_answered_at_once(arguments: str, words: str, folder: Path) -> None:
@@ -110,6 +131,49 @@ def test_a_mistake_is_answered_at_once(arguments: str, words: str, folder: Path)
     assert len(result.stderr.splitlines()) == 1, result.stderr
     assert re.search(words, " ".join(result.stderr.split())), result.stderr
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "package", "words"),
+    [
+        ("diagnose demo --executor ray", "ray", "--executor ray needs the package ray: pip install 'noisescope[ray]'"),
+        (
+            "experiment phases --method grpo",
+            "trl",
+            "grpo needs the package trl: pip install 'noisescope[trl]'",
+        ),
+        ("locate demo --device-map auto", "accelerate", "pip install 'noisescope[accelerate]'"),
+    ],
+)
+def test_a_missing_extra_names_its_pip_line(
+    arguments: str, package: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before torch is imported."""
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: None if name == package else found(name, *more)
+    )
+    result = CliRunner().invoke(app, arguments.split())
+    assert result.exit_code == 2 and words in result.output
+
+
+def test_no_cuda_in_this_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's version file says so; what to do is said for the command line."""
+    monkeypatch.setattr(command_builder, "_lacks_cuda", lambda: True)
+    result = CliRunner().invoke(app, ["locate", "demo", "--device", "cuda:1"])
+    assert (
+        result.exit_code == 2
+        and "--device cuda:1: this build of torch has no CUDA. Leave --device out" in result.output
+    )
+
+
+@pytest.mark.parametrize(("cuda", "lacks"), [("None", True), ("'12.8'", False)])
+def test_which_torch_is_installed(cuda: str, lacks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the file that torch's wheels write their build into."""
+    (tmp_path / "version.py").write_text(f"cuda: Optional[str] = {cuda}\nhip: Optional[str] = None\n")
+    installed = types.SimpleNamespace(locate_file=lambda name: tmp_path / "version.py")
+    monkeypatch.setattr(command_builder, "distribution", lambda name: installed)
+    assert command_builder._lacks_cuda() == lacks
 
 
 def device(text: str, folder: Path) -> subprocess.CompletedProcess[str]:

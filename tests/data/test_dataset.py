@@ -211,7 +211,11 @@ RAW: list[tuple[str, bytes, str]] = [
     ("a.csv", b'prompt,choices,label\na,"[""x"",""y""]",7\n', r"a\.csv, line 2: `label` is 7, but there are 2"),
     ("a.csv", b'prompt,choices,label\na,"[""x"",""y""]",' + b"9" * 5000, r"line 2: `label` '999.* is none of the"),
     ("a.csv", b"prompt;answer\na;b\n", r"line 2 has none of the allowed forms\. Fields found: prompt;answer"),
-    ("a.txt", b"a", r"unknown format of the data file .*a\.txt: '\.txt'\. Allowed: \.jsonl, \.json, \.csv, \.parquet"),
+    (
+        "a.docx",
+        b"a",
+        r"unknown format of the data file .*a\.docx: '\.docx'\. Allowed: \.jsonl, \.json, \.csv, \.parquet",
+    ),
     ("a.jsn", b"a", r"unknown format .*Did you mean '\.json'\?"),
 ]
 

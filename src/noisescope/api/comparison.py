@@ -14,6 +14,7 @@ from noisescope.comparison.logprobs import LogprobComparison as LogprobCompariso
 from noisescope.comparison.logprobs import compare_logprobs
 from noisescope.comparison.priorities import DifferenceCosts as DifferenceCosts
 from noisescope.comparison.records import Record, read_record
+from noisescope.comparison.records import is_unfinished as is_unfinished
 from noisescope.comparison.rows import SiteRow as SiteRow
 from noisescope.comparison.rows import TokenRow as TokenRow
 from noisescope.comparison.systems import SystemComparison as SystemComparison

@@ -9,7 +9,7 @@ from typing import Any
 
 from noisescope import demo
 from noisescope.api.plan_trials import add_precision_plan
-from noisescope.api.preparation import load_subject, prepare_diagnosis, prepare_run, seeds_of
+from noisescope.api.preparation import Prepared, Question, load_subject, prepare_diagnosis, prepare_run, seeds_of
 from noisescope.api.roundoff import roundoff
 from noisescope.api.run_cost import Cost
 from noisescope.data.dataset import read_data
@@ -52,9 +52,21 @@ def diagnose(subject: Subject, options: DiagnoseOptions) -> Report:
     return _kept(Report(diagnosis), options.output)
 
 
-def cost_of_diagnosis(subject: Subject, options: DiagnoseOptions) -> Cost:
-    """What a diagnosis would cost, from one timed forward."""
-    return prepare_diagnosis(subject, options=options).cost(all_levels)
+def prepare_question(subject: Subject, options: DiagnoseOptions | RobustnessOptions) -> tuple[Prepared, Question[Any]]:
+    """What a command asks, and the data that it is asked on."""
+    if isinstance(options, DiagnoseOptions):
+        return prepare_diagnosis(subject, options=options), all_levels
+    levels = curve.checked_levels(options.noise_levels)
+    settings = Settings(
+        Gaussian(max(levels)), levels=("operator",), layer_operators=options.operators, seeds=seeds_of(options.seeds)
+    )
+    return prepare_run(subject, options, settings), curve.RobustnessQuestion(levels)
+
+
+def cost_of_run(subject: Subject, options: DiagnoseOptions | RobustnessOptions) -> Cost:
+    """What a run would cost, from one timed sample."""
+    prepared, question = prepare_question(subject, options)
+    return prepared.cost(question)
 
 
 @takes_options(RobustnessOptions, "data")
@@ -68,11 +80,8 @@ def robustness(subject: Subject, options: RobustnessOptions) -> Report:
     """
     if options.rounding:
         return _kept(roundoff(subject, options), options.output)
-    levels = curve.checked_levels(options.noise_levels)
-    settings = Settings(
-        Gaussian(max(levels)), levels=("operator",), layer_operators=options.operators, seeds=seeds_of(options.seeds)
-    )
-    run, found = prepare_run(subject, options, settings).run(curve.RobustnessQuestion(levels), options)
+    prepared, question = prepare_question(subject, options)
+    run, found = prepared.run(question, options)
     return _kept(Report(Robustness(run=run, **vars(found))), options.output)
 
 
@@ -120,7 +129,7 @@ BROKEN = "stuck_bit:bit=16@6/linear/down_proj"  # the fault that the demo simula
 FAULT = "int4"  # 4-bit integers with one scale per tensor
 
 
-def run_demo(output: Path, progress: object, announce: Callable[[str], None], *, resumes: str | None = None) -> Report:
+def run_demo(output: Path, announce: Callable[[str], None], *, resumes: str | None = None) -> Report:
     """A diagnosis of the bundled model, its findings checked, its precision planned, and a fault located.
 
     `announce` gets a line as each step begins.
@@ -128,7 +137,7 @@ def run_demo(output: Path, progress: object, announce: Callable[[str], None], *,
     problems = read_data(demo.test_file(), limit=SAMPLES + HELD_OUT)
     unseen = replace(problems, items=problems.items[SAMPLES:])
     subject = load_subject(LoadingOptions(model="demo"))
-    options = Options(output=output, progress=progress, repeat={"name": "demo", "options": {}}, resumes=resumes)
+    options = Options(output=output, repeat={"name": "demo", "options": {}}, resumes=resumes)
     report = diagnose(subject, samples=SAMPLES, seeds=2, slice=SAMPLES, calibration_samples=128, options=options)
     announce("2. simulating a fault where the report warns, and where it does not")
     name = "4-bit integers (one scale per tensor)"

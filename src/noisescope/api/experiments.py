@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from noisescope import progress
 from noisescope.api.preparation import progress_of
 from noisescope.api.reports import end_facts
 from noisescope.atomic_write import folder_inside
@@ -93,19 +94,22 @@ def _settle(design: Design, store: Store, folder: Path, options: ExecutionOption
         return  # a report of what is there needs no device
     if options.executor == "local":
         check_device(design.device)
-    progress, workers = progress_of(options), options.workers
-    progress.wave(len(wanted))
+    own, workers = progress_of(options), options.workers
+    own.wave(len(wanted))
+    progress.begin("problems")
     task: Any = design.task
     cache = folder / f"problems-{content_id([task.settings.examples, task.settings.tests])[:12]}.npz"
     task.prepare(cache, workers=workers)
     jobs = [
         Job(design, arm, seed, cache, folder / f"{trial.id[:16]}.checkpoint", deadline) for trial, arm, seed in wanted
     ]
-    for job, result, seconds in run_all(jobs, workers=workers, executor=options.executor, address=options.address):
-        if result is not None:
-            trial = design.trial(job.arm, job.seed)
-            store.put(trial, result, seconds)
-            progress.step(trial, result, seconds)
+    ended = run_all(jobs, workers=workers, executor=options.executor, address=options.address)
+    with progress.plan(progress.Phase("trainings", len(jobs))):
+        for job, result, seconds in progress.track("trainings", ended, steps=len(jobs)):
+            if result is not None:
+                trial = design.trial(job.arm, job.seed)
+                store.put(trial, result, seconds)
+                own.step(trial, result, seconds)
 
 
 def conclude(design: Design, store: Store, scale: float, *, run: PhasesRun) -> PhasesResult:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from noisescope import stats
+from noisescope import progress, stats
 from noisescope.api.plan_trials import check_sizes, find_data
 from noisescope.api.preparation import Prepared, prepare_run
 from noisescope.data.tokens import Sequence
@@ -52,18 +52,19 @@ def run_fault_tests(
     """
     tests = tuple(tests)
     settings = Settings(Gaussian(0.05), levels=("operator",))  # the noise is not used: only the clean model is asked
-    scoring = ScoringOptions(data=options.data, samples=options.samples, max_tokens=options.max_tokens, slice=1)
+    scoring = ScoringOptions(data=options.source(), samples=options.samples, max_tokens=options.max_tokens, slice=1)
     prepared = prepare_run(subject, scoring, settings)
     results = []
     runner = _Runner(subject, prepared)
-    for test in tests:
-        started = time.perf_counter()
-        try:
-            result = judge(test, runner.measured(test))
-        except NoisescopeError as error:  # a fused operator, a place that this model lacks: the other tests go on
-            result = could_not_run(test, str(error))
-        results.append(replace(result, seconds=time.perf_counter() - started))
-        on_result(results[-1])
+    with progress.plan(progress.Phase("fault tests", len(tests))):
+        for test in progress.track("fault tests", tests):
+            started = time.perf_counter()
+            try:
+                result = judge(test, runner.measured(test))
+            except NoisescopeError as error:  # a fused operator, a place that this model lacks: the other tests go on
+                result = could_not_run(test, str(error))
+            results.append(replace(result, seconds=time.perf_counter() - started))
+            on_result(results[-1])
     return results
 
 
@@ -77,8 +78,9 @@ def run_report_tests(
 ) -> list[FaultTestResult]:
     """The tests of a report on its model, and on its data unless others are given."""
     check_sizes(report, subject)
-    data = find_data(report) if options.data is None else options.data
-    return run_fault_tests(subject, tests, options=replace(options, data=data), on_result=on_result)
+    data = options.source(find_data(report) if options.data is None else None)
+    options = replace(options, data=data, prompt_field=None, answer_field=None)
+    return run_fault_tests(subject, tests, options=options, on_result=on_result)
 
 
 class _Runner:

@@ -53,7 +53,7 @@ def gate(subject: Subject, options: GateOptions) -> GateResult:
     prepared = _prepared(
         subject,
         GateBaselineOptions(
-            data=find_data(report) if options.data is None else options.data,
+            data=options.source(find_data(report) if options.data is None else None),
             noise_scale=run.settings.noise_scale or 0.0,
             metric=before.metric,
             generate=run.data.measure == "generate",

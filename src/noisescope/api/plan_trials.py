@@ -22,14 +22,14 @@ from noisescope.errors import InvalidInput
 from noisescope.findings.finding import counted
 from noisescope.injection import Injection
 from noisescope.measures.format_costs import UNTOUCHED, is_planned, plan_injection
-from noisescope.measures.smoothquant import W8A8, Smoothed, rounded_kl, smooth
+from noisescope.measures.smoothquant import W8A8, Smoothed, find_folds, rounded_kl, smooth
 from noisescope.model.anatomy import linear_weight
 from noisescope.model.fingerprint import model_fingerprint
 from noisescope.model.forwards import input_device
 from noisescope.model.loading import Subject
 from noisescope.options.base import takes_options
 from noisescope.options.plans import KvCacheOptions, SmoothquantOptions, VerifyOptions
-from noisescope.options.shared import ExecutionOptions, ScoringOptions
+from noisescope.options.shared import DataFile, ExecutionOptions, ScoringOptions
 from noisescope.plans import precision, precision_results
 from noisescope.plans.gate import refuse_architecture
 from noisescope.plans.kv_cache import CarriedOut, KvCachePlan, rivals
@@ -39,6 +39,7 @@ from noisescope.plans.smoothing import BeforeAndAfter, FoldRow, recommendations
 from noisescope.plans.smoothing import SmoothingPlan as SmoothingPlan
 from noisescope.probe.formats import Format
 from noisescope.probe.noise import Gaussian
+from noisescope.progress import Phase, plan
 from noisescope.reports.report_file import Report, diagnosis_of
 
 
@@ -60,7 +61,7 @@ def verify_precision(subject: Subject, report: Report | Diagnosis, plan: Plan, o
     rule = next((rival.plan for rival in rivals if rival.kind == "bit rule"), None)
     drawn = precision.random_plans(modules, plan.average_bits, options.random, seed=options.seed)
     rivals += [NamedPlan(f"random {i}", "random", one) for i, one in enumerate(drawn)]
-    given = find_data(found) if options.data is None else options.data
+    given = options.source(find_data(found) if options.data is None else None)
     held_out, seen_before = _held_out(given, planned.prediction.n, options.samples)
     count, settings = options.samples, Settings(Gaussian(0.05), levels=("layer",), seeds=(0,))
     scoring = ScoringOptions(data=held_out, samples=count, max_tokens=options.max_tokens, slice=count)
@@ -144,7 +145,7 @@ def _row(rival: NamedPlan, carried: PlanScores, own: PlanScores) -> PlanRow:
 
 def _held_out(data: Any, scored: int, samples: int) -> tuple[Any, list[str]]:
     """Samples behind those that formats were scored on; where the data holds no more, all of them and a note."""
-    if isinstance(data, (str, Path)):
+    if isinstance(data, (str, Path, DataFile)):
         data = read_data(data, limit=scored + samples)
     if not isinstance(data, DataSet):
         return data, []
@@ -186,14 +187,17 @@ def plan_smoothquant(subject: Subject, report: Report | Diagnosis, options: Smoo
     alpha, target, found = options.alpha, options.target, diagnosis_of(report)
     recommendations(found, (), target=target)  # refuses a report without channels before the work begins
     check_sizes(found, subject)
-    given = find_data(found) if options.data is None else options.data
+    given = options.source(find_data(found) if options.data is None else None)
     batches = token_batches(subject, given, options.samples, options.max_tokens, which="test")
     if len(batches) < 2:
         raise InvalidInput("SmoothQuant needs at least two samples: one to calibrate on, one to measure on")
     half = len(batches) // 2
-    smoothed = smooth(subject.model, batches[:half], alpha=alpha, anatomy=subject.anatomy)
-    before = np.array(rounded_kl(subject.model, subject.model, batches[half:], W8A8, subject.anatomy))
-    after = np.array(rounded_kl(smoothed.model, subject.model, batches[half:], W8A8))
+    measured = 2 * (len(batches) - half)  # before and after
+    phases = [Phase("calibration", half), Phase("folds", len(find_folds(subject.model, batches[0], subject.anatomy)))]
+    with plan(*phases, Phase("exact", measured), Phase("rounded", measured)):
+        smoothed = smooth(subject.model, batches[:half], alpha=alpha, anatomy=subject.anatomy)
+        before = np.array(rounded_kl(subject.model, subject.model, batches[half:], W8A8, subject.anatomy))
+        after = np.array(rounded_kl(smoothed.model, subject.model, batches[half:], W8A8))
     folds = tuple(
         FoldRow(fold.source, fold.targets, fold.place, fold.norm, done.alpha, done.largest_scale, done.gains)
         for done, fold in ((done, done.fold) for done in smoothed.folds)

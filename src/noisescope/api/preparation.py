@@ -12,7 +12,8 @@ from typing import Any, Protocol, TypeVar
 
 from noisescope.api.format_settings import format_settings, tied_modules
 from noisescope.api.reports import end_facts
-from noisescope.api.run_cost import Cost, estimate
+from noisescope.api.run_cost import Cost, SampleCost, estimate, plan_trials, time_sample
+from noisescope.api.trial_progress import TrialProgress
 from noisescope.data import tokens
 from noisescope.data.dataset import DataSet, built_in, read_data
 from noisescope.diagnosis.context import Settings, StudyContext
@@ -28,6 +29,7 @@ from noisescope.options.base import takes_options
 from noisescope.options.fields import DEFAULT_OPERATORS, GAUSSIAN
 from noisescope.options.sensitivity import DiagnoseOptions
 from noisescope.options.shared import (
+    DataFile,
     DeviceOptions,
     ExecutionOptions,
     LoadingOptions,
@@ -37,6 +39,7 @@ from noisescope.options.shared import (
 )
 from noisescope.plain_text import last_part
 from noisescope.probe.noise import Gaussian
+from noisescope.progress import begin, heard
 from noisescope.runs.batches import Material, whole_samples
 from noisescope.runs.store import Store
 from noisescope.runs.trial_runner import (
@@ -84,6 +87,7 @@ def load_report_subject(report: Mapping[str, Any], options: ReportModelOptions) 
 
 def _loaded(model: str, dtype: str | None, options: DeviceOptions) -> Subject:
     """Without the loader's own progress bars."""
+    begin("loading")
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -119,8 +123,8 @@ def _data_set(subject: Subject, data: Any, count: int, which: str) -> DataSet | 
         return built_in().take(count)
     if isinstance(data, DataSet):
         return data.take(count)
-    if isinstance(data, (str, Path)):
-        return read_data(Path(data).expanduser(), limit=count)
+    if isinstance(data, (str, Path, DataFile)):
+        return read_data(data, limit=count)
     return None
 
 
@@ -136,7 +140,7 @@ def data_notes(test: Material, found: DataSet | None, wanted: int) -> Iterable[s
 
 def chance_of(test: Material, found: DataSet | None, metric: str) -> float:
     """What guessing gets: of one's own metric nothing is known, and the best guess of a token is the commonest one."""
-    if metric in ("custom", "agreement"):
+    if metric in ("custom", "agreement", "perplexity"):
         return 0.0
     if metric == "next_token_accuracy" or test.kind == "text":
         counts = Counter(token for group in test.encoded.sequences for s in group for token in s.ids[s.start :])
@@ -170,7 +174,7 @@ def prepare(subject: Subject, options: MeasuringOptions, *, settings: Settings) 
 
 def prepare_run(subject: Subject, options: ScoringOptions, settings: Settings) -> Prepared:
     """Read the data, encode it, cut it into slices, and say what was chosen."""
-    test, test_set = encode_data(subject, options.data, options.samples, options.max_tokens, which="test")
+    test, test_set = encode_data(subject, options.source(), options.samples, options.max_tokens, which="test")
     notes = list(data_notes(test, test_set, options.samples))
     materials = [test]
     calibration = None
@@ -220,19 +224,24 @@ def _calibration(subject: Subject, options: MeasuringOptions, test_set: DataSet 
     """What channels are captured on, and a note where that is the test data."""
     count, tokens = options.calibration_samples, options.max_tokens
     if options.calibration is None and (options.data is not None or subject.source != "demo"):
-        source: Any = test_set if test_set is not None else options.data
+        source: Any = test_set if test_set is not None else options.source()
         extra = encode_data(subject, source, count, tokens, which="test")[0]
         return extra, ["no calibration data was given: channels were captured on the test data"]
-    return encode_data(subject, options.calibration, count, tokens, which="calibration")[0], []
+    given = options if options.calibration is None else replace(options, data=options.calibration)
+    source = options.calibration if options.calibration is None else given.source()
+    return encode_data(subject, source, count, tokens, which="calibration")[0], []
 
 
 def _generates(options: ScoringOptions, test: Material) -> bool:
     if callable(options.metric):
         return bool(options.generate)
-    by_itself = test.kind in ("answer", "chat") and bool(test.prompts)
+    by_itself = test.kind in ("answer", "chat") and bool(test.prompts) and options.metric == "accuracy"
     generate = by_itself if options.generate is None else options.generate
     if generate and not test.prompts:
-        raise InvalidInput(f"generation needs prompts with answers; this data is of kind {test.kind!r}")
+        raise InvalidInput(
+            f"generation needs prompts with answers, and this data is of kind {test.kind!r}: leave --generate out, or "
+            "name the fields by --prompt-field and --answer-field"
+        )
     if generate and options.metric != "accuracy":
         raise InvalidInput(f"generation measures accuracy alone; metric {options.metric!r} is teacher-forced")
     return generate
@@ -314,7 +323,8 @@ class Prepared:
     def run(self, question: Question[C], options: ExecutionOptions) -> tuple[Run, C]:
         """Settle all trials of a question; the facts of the run, and what the question concludes."""
         started = time.perf_counter()
-        progress = progress_of(options)
+        planned = plan_trials(self.context, question.propose, self.subject.anatomy) if heard() else []
+        follow = TrialProgress(self.context, planned, progress_of(options), getattr(question, "phase", None))
         self._refuse_another_model(options)
         with Store(options.output) as store:
             if options.resumes is not None:
@@ -324,7 +334,7 @@ class Prepared:
             store.note(asked=to_json(self.facts), **({} if options.repeat is None else {"command": options.repeat}))
             if self.context.measure == "score":
                 TrialRunner(self.subject, self.materials).check_causal(self.context.test[0])
-            with self._executor(options) as (execute, cost):
+            with self._executor(options) as (execute, cost), follow.following(store) as progress:
                 run_waves(lambda results: self._proposed(question, store, results), store, execute, progress)
                 forwards, notes = cost()
             with store.interpreting():
@@ -365,7 +375,12 @@ class Prepared:
         with on_ray(self.subject, self.materials, self.metric, options) as executor:
             yield executor
 
+    def time_sample(self) -> SampleCost:
+        """What one sample costs here, measured."""
+        with TrialRunner(self.subject, self.materials, metric=self.metric) as runner:
+            return time_sample(runner, self.context)
+
     def cost(self, question: Question[Any]) -> Cost:
-        """What a run would cost, from one timed forward."""
+        """What a run would cost, from one timed sample."""
         with TrialRunner(self.subject, self.materials, metric=self.metric) as runner:
             return estimate(runner, self.context, question.propose)

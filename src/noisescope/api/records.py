@@ -97,7 +97,7 @@ def record(subject: Subject, options: RecordOptions) -> Record:
 
 
 def _prompts_of(subject: Subject, options: RecordOptions) -> tuple[Prompts, str]:
-    data, samples, max_tokens = options.data, options.samples, options.max_tokens
+    data, samples, max_tokens = options.source(), options.samples, options.max_tokens
     if data is None and subject.tokenizer is None:  # a bare module: seeded token ids
         ids = prompt_ids(subject.model, None, None, seed=0, count=samples, length=min(max_tokens, _GRID))
         return ids, "random token ids"

@@ -1,25 +1,53 @@
 """What a run would cost, estimated before it starts: forwards, seconds, memory.
 
 The diagnosis is simulated with made-up results, so its adaptive parts are counted by the very code that will propose
-them; one real forward gives the time.
+them; one real sample gives the time.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from noisescope.diagnosis.context import StudyContext
+from noisescope.errors import InvalidInput
+from noisescope.model.anatomy import Anatomy
 from noisescope.probe.prefix import first_noisy_block
-from noisescope.runs.trial_runner import TrialRunner
-from noisescope.trials import Result, Results, Trial, missing
+from noisescope.runs.trial_runner import Clean, TrialRunner
+from noisescope.trials import Result, Results, Slice, Trial, missing
 
 _HESSIAN = 6.0  # forwards that one Hessian-vector product costs (a backward through a backward)
 _COMPARING = 1.15  # scoring logits against the clean ones, and opening the scope
+_TIMING = 3.0  # seconds that timing may take beyond the first sample
+Propose = Callable[[StudyContext, Results], Iterable[Trial]]
+
+
+@dataclass(frozen=True)
+class PlannedTrial:
+    """A trial that a question may ask for. `work` is in forwards of one sample."""
+
+    trial: Trial
+    work: float
+
+
+@dataclass(frozen=True)
+class SampleCost:
+    """What one sample of typical length costs, measured. Memory is in bytes."""
+
+    seconds: float  # of a forward
+    generating: float  # how many times that an answer takes; 0 where nothing is generated
+    logits: int
+    hidden: int  # block outputs kept for other trials
+    weights: int
+
+    def forwards(self, trial: Trial) -> float:
+        return self.generating if trial.measure == "generate" else 1.0
 
 
 @dataclass(frozen=True)
@@ -31,42 +59,109 @@ class Cost:
     seconds: float
     memory: int
     weights: int
+    available: int | None = None
 
     def __str__(self) -> str:
+        room = "" if self.available is None else f"; {self.available / 2**30:.1f} GiB are available"
         return (
             f"{self.trials} trials, about {self.forwards:.0f} forwards of the test data, "
-            f"about {_duration(self.seconds)}, about {self.memory / 2**30:.1f} GiB "
-            f"({self.weights / 2**30:.1f} of weights)"
+            f"about {duration(self.seconds)}, about {self.memory / 2**30:.1f} GiB "
+            f"({self.weights / 2**30:.1f} of weights{room})"
         )
 
 
-def estimate(
-    runner: TrialRunner, context: StudyContext, propose: Callable[[StudyContext, Results], Iterable[Trial]]
-) -> Cost:
-    """Play the diagnosis through; time one slice."""
-    part = context.test[0]
-    runner.clean(part)  # warm up: kernels, tape, the prefix check
+def plan_trials(context: StudyContext, propose: Propose, anatomy: Anatomy, *, reuse: bool = True) -> list[PlannedTrial]:
+    """All trials that a question asks for, played through with made-up results: as many as it may ever need."""
+    known: dict[str, Result] = {}
+    planned = []
+    while wanted := missing(propose(context, known), known):
+        for trial in wanted:
+            known[trial.id] = _made_up(context, trial)
+            work = _forwards(context, trial, anatomy, reuse=reuse)
+            planned.append(PlannedTrial(trial, work * (trial.slice.stop - trial.slice.start)))
+    return planned
+
+
+def time_sample(runner: TrialRunner, context: StudyContext) -> SampleCost:
+    """Time one sample of typical length, after a first run that warms up kernels and caches.
+
+    Of a small model a batch takes hardly longer than a sample: where that is quick, as many are timed as run together.
+    """
+    part, first = _typical(runner, context), context.test[0]
+    runner.clean(part)
+    seconds, clean = _timed(runner, part)
+    many = min(first.stop - first.start, int(_TIMING / seconds))
+    if many > 1:
+        seconds = _timed(runner, replace(first, stop=first.start + many))[0] / many
+        runner.clean(part)
+    generating = 0.0
+    if context.measure == "generate":
+        started = time.perf_counter()
+        answered = runner.run(Trial(context.conditions, "generate", part, None, context.measure_settings))
+        if answered.failed:
+            raise InvalidInput(f"a sample can't be answered by generation: {answered.error}")
+        generating = (time.perf_counter() - started) / seconds
+    return SampleCost(
+        seconds=seconds,
+        generating=generating,
+        logits=sum(x.numel() * x.element_size() for pieces in clean.logits for x in pieces),
+        hidden=runner.prefix.kept_bytes(),
+        weights=sum(p.numel() * p.element_size() for p in runner.model.parameters()),
+    )
+
+
+def _timed(runner: TrialRunner, part: Slice) -> tuple[float, Clean]:
+    """Seconds of a clean forward of a slice, and what it gave."""
     runner.forget_slice()
     started = time.perf_counter()
     clean = runner.clean(part)
     float(clean.logits[0][0].flatten()[0])  # waits for the device
-    per_sample = (time.perf_counter() - started) / (part.stop - part.start)
-    known: dict[str, Result] = {}
-    effort = 0.0  # in forwards of one sample
-    while wanted := missing(propose(context, known), known):
-        for trial in wanted:
-            known[trial.id] = _made_up(context, trial)
-            effort += _forwards(runner, context, trial) * (trial.slice.stop - trial.slice.start)
-    total = sum(s.stop - s.start for s in context.test)
-    weights = sum(p.numel() * p.element_size() for p in runner.model.parameters())
-    logits = sum(x.numel() * x.element_size() for pieces in clean.logits for x in pieces)
-    hidden = runner.prefix.kept_bytes()
+    return time.perf_counter() - started, clean
+
+
+def _typical(runner: TrialRunner, context: StudyContext) -> Slice:
+    """The sample whose length is nearest to the mean."""
+    part = context.test[0]
+    lengths = np.array([len(group[0].ids) for group in runner.materials[part.data].groups(part)])
+    at = part.start + int(np.abs(lengths - lengths.mean()).argmin())
+    return replace(part, start=at, stop=at + 1)
+
+
+def cost_of(planned: Sequence[PlannedTrial], context: StudyContext, sample: SampleCost) -> Cost:
+    """What planned trials cost at the speed of one timed sample."""
+    work = sum(one.work * sample.forwards(one.trial) for one in planned)
+    total = context.test[-1].stop
+    together = max(part.stop - part.start for part in context.test)
     return Cost(
-        len(known), effort / total, effort * per_sample * _COMPARING, weights + 2 * logits + 2 * hidden, weights
+        trials=len(planned),
+        forwards=work / total,
+        seconds=work * sample.seconds * _COMPARING,
+        memory=sample.weights + 2 * together * (sample.logits + sample.hidden),
+        weights=sample.weights,
     )
 
 
-def _forwards(runner: TrialRunner, context: StudyContext, trial: Trial) -> float:
+def estimate(runner: TrialRunner, context: StudyContext, propose: Propose) -> Cost:
+    """Play the diagnosis through; time one sample."""
+    sample = time_sample(runner, context)
+    planned = plan_trials(context, propose, runner.anatomy, reuse=bool(runner.reuse))
+    return replace(cost_of(planned, context, sample), available=available_memory(runner.device))
+
+
+def available_memory(device: torch.device) -> int | None:
+    """Bytes that are free on a device; None where that is not known."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    if device.type != "cpu":
+        return None
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+        return 1024 * int(next(line.split()[1] for line in lines if line.startswith("MemAvailable")))
+    except (OSError, StopIteration, ValueError):
+        return None
+
+
+def _forwards(context: StudyContext, trial: Trial, anatomy: Anatomy, *, reuse: bool) -> float:
     """Full forwards a trial costs each of its samples."""
     if trial.measure == "screen":
         return 1.5 + 1.2 * float(trial.settings["draws"])  # attention is decomposed everywhere
@@ -76,11 +171,9 @@ def _forwards(runner: TrialRunner, context: StudyContext, trial: Trial) -> float
         return 1.0 + float(trial.settings["draws"]) * (1.0 + len(trial.settings["formats"]))
     if trial.measure == "gradients":
         return 3.0
-    if trial.measure == "generate":
-        return 8.0  # short answers; long ones cost more
-    if trial.injection is None or trial.measure != "score" or not runner.reuse:
+    if trial.injection is None or trial.measure != "score" or not reuse:
         return 1.0
-    return 1 - first_noisy_block(trial.injection, runner.anatomy) / (context.blocks + 1)
+    return 1 - first_noisy_block(trial.injection, anatomy) / (context.blocks + 1)
 
 
 def _made_up(context: StudyContext, trial: Trial) -> Result:
@@ -106,7 +199,8 @@ def _made_up(context: StudyContext, trial: Trial) -> Result:
     return Result(error="not run")
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Such as "45 s", "12 min", "1.5 h"."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

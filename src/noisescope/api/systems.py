@@ -6,6 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from noisescope import progress
 from noisescope.api.reports import now, versions
 from noisescope.api.roundoff import measure_band
 from noisescope.comparison.records import Record, read_record
@@ -19,6 +20,7 @@ from noisescope.engines.transformers_engine import TransformersEngine
 from noisescope.errors import InvalidInput
 from noisescope.model.loading import Subject
 from noisescope.options.device_commands import CompareOptions, RecordOptions
+from noisescope.options.shared import DataFile
 from noisescope.plain_text import last_part
 from noisescope.runs.device_record_writer import Detail, Recording, write_batches
 from noisescope.sites import WHOLE
@@ -26,12 +28,14 @@ from noisescope.sites import WHOLE
 
 def compare_models(options: CompareOptions) -> SystemComparison:
     """What the second system's divergence from the first is made of."""
+    progress.begin("loading", 2)
     a = _opened(options.a, options.engine_args, "a")
+    progress.step("loading")
     b = _opened(options.b, options.engine_args, "b")
-    data = _data(options.data, options.samples, demo=str(options.a).endswith(":demo"))
+    data = _data(options.source(), options.samples, demo=str(options.a).endswith(":demo"))
     prompts = (a.encode(data, options.max_tokens), b.encode(data, options.max_tokens))
     if options.generated:
-        texts = [b.generate(ids, options.generated) for ids in prompts[1]]
+        texts = [b.generate(ids, options.generated) for ids in progress.track("texts of B", prompts[1])]
         mine, its = (tuple((*ids, *text) for ids, text in zip(side, texts, strict=True)) for side in prompts)
         prompts = (mine, its)
     one_dtype = a.facts.dtype == b.facts.dtype
@@ -64,8 +68,8 @@ def _opened(source: object, arguments: tuple[str, ...], side: str) -> Engine:
 def _data(source: object, count: int, *, demo: bool) -> DataSet:
     if isinstance(source, DataSet):
         return source.take(count)
-    if isinstance(source, (str, Path)):
-        return read_data(Path(source).expanduser(), limit=count)
+    if isinstance(source, (str, Path, DataFile)):
+        return read_data(source, limit=count)
     if source is not None:
         raise InvalidInput(f"data is a file or a DataSet, got {type(source).__name__}")
     if demo:
@@ -83,7 +87,7 @@ def record_engine(options: RecordOptions) -> Record:
     if options.dtype is not None:
         arguments.setdefault("dtype", options.dtype)
     engine = open_engine(options.engine, options.model, arguments)
-    data = _data(options.data, options.samples, demo=options.model == "demo")
+    data = _data(options.source(), options.samples, demo=options.model == "demo")
     prompts = tuple(_cut(ids) for ids in engine.encode(data, options.max_tokens))
     facts = engine.facts
     about = {

@@ -7,29 +7,47 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import importlib.util
 import inspect
 import json
 import logging
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar, get_type_hints
 
 import typer
 import typer.core
 
-from noisescope import api
+from noisescope import api, progress
+from noisescope.cli.progress_display import ProgressDisplay
 from noisescope.cli.terminal import say
-from noisescope.errors import InvalidInput
+from noisescope.errors import InvalidInput, MissingExtra
 from noisescope.options.base import CommandOptions
+from noisescope.options.device_commands import RecordOptions
+from noisescope.options.experiment_and_run_commands import PhasesOptions
 from noisescope.options.fields import Option, options_of
 from noisescope.options.files import read_file
-from noisescope.options.shared import CheckingOptions, ExecutionOptions, ReportModelOptions
+from noisescope.options.plans import MigrationOptions
+from noisescope.options.sensitivity import DemoOptions
+from noisescope.options.shared import (
+    CheckingOptions,
+    DeviceOptions,
+    ExecutionOptions,
+    LoadingOptions,
+    ProgressOptions,
+    ReportModelOptions,
+    SamplingOptions,
+)
 
 E = TypeVar("E", bound=ExecutionOptions)
+L = TypeVar("L", bound=LoadingOptions)
+M = TypeVar("M", bound=ReportModelOptions)
 COMMANDS: dict[str, tuple[type[CommandOptions], Callable[[Any], None]]] = {}  # all that were added, by name
+_OF_THIS_CALL = ("config", "json", "output", "quiet", "verbose", "dry_run")
 _NUMBER = re.compile(r"\d*\.?\d+(e-?\d+)?", re.IGNORECASE)
 
 
@@ -44,7 +62,9 @@ def add_command(app: typer.Typer, run: Callable[[Any], None]) -> None:
         words = {name: known[name].checked(word, text=True, where=known[name].typed) for name, word in typed.items()}
         file = {} if words.get("config") is None else read_file(words["config"], options)
         keys = {name: f"{name} (in {words['config']})" for name in file if name not in words}
-        run(options.from_command_line({**file, **words}, keys=keys))
+        asked = options.from_command_line({**file, **words}, keys=keys)
+        refuse_early(asked)
+        carry_out(run, asked)
 
     parameters = [_parameter(one) for one in known.values()]
     call.__dict__["__signature__"] = inspect.Signature(parameters)
@@ -156,26 +176,87 @@ def _concerns_users(record: logging.LogRecord) -> bool:
     return "Failed to load " not in text and " is an Enum subclass " not in text
 
 
-@contextmanager
-def explain_resuming(output: Path | None) -> Iterator[None]:
-    """Ctrl-C prints how to go on."""
+def carry_out(run: Callable[[Any], None], options: CommandOptions) -> None:
+    """Run a command: warnings in one line, progress on stderr, and Ctrl-C ends in one line that says how to go on."""
+    talks = isinstance(options, ProgressOptions) and not options.quiet
+    shown = ProgressDisplay(verbose=getattr(options, "verbose", False)) if talks else None
     try:
-        yield
+        with plain_warnings(), shown or nullcontext(), progress.shown_by(shown):
+            run(options)
     except KeyboardInterrupt:
-        kept = "" if output is None else f" What was measured is kept: noisescope runs resume {output}"
-        say(f"\ninterrupted.{kept}", err=True)
+        say(f"\ninterrupted. {_how_to_go_on(options)}", err=True)
         raise typer.Exit(130) from None
 
 
-def resumable_options(options: E, progress: Any) -> E:
-    """The options of a run that is shown as it goes, and that `runs resume` can repeat from any folder."""
-    stored = {name: value for name, value in options.plain().items() if name not in ("config", "json", "output")}
+def _how_to_go_on(options: CommandOptions) -> str:
+    if isinstance(options, RecordOptions):
+        if api.comparison.is_unfinished(options.output):
+            return f"{options.output} holds an unfinished record: remove it, and record again"
+    elif isinstance(options, (ExecutionOptions, DemoOptions)):
+        output = options.output
+        if output is not None and (output / api.reports.FILE).exists():
+            return f"What was measured is kept: noisescope runs resume {output}"
+        if output is None:
+            return "Nothing was kept: with -o DIR the same command can be resumed"
+    return "Nothing was kept: run the same command again"
+
+
+def refuse_early(options: CommandOptions) -> None:
+    """Refuse what can be seen without torch: packages that are missing, a device that is not there, wrong columns."""
+    needed: list[tuple[bool, str, str]] = [
+        (isinstance(options, ExecutionOptions) and options.executor == "ray", "ray", "--executor ray"),
+        (isinstance(options, PhasesOptions) and options.method == "grpo", "trl", "--method grpo"),
+        (isinstance(options, DeviceOptions) and options.device_map is not None, "accelerate", "--device-map"),
+    ]
+    for wanted, package, what in needed:
+        if wanted and importlib.util.find_spec(package) is None:
+            raise MissingExtra(f"{what} needs the package {package}: pip install 'noisescope[{package}]'")
+    device = getattr(options, "device", "cpu")
+    if device.partition(":")[0] == "cuda" and not isinstance(options, MigrationOptions) and _lacks_cuda():
+        raise InvalidInput(
+            f"--device {device}: this build of torch has no CUDA. Leave --device out to run on the CPU, or install a "
+            "build of torch with CUDA (https://pytorch.org/get-started/locally)"
+        )
+    if isinstance(options, SamplingOptions):
+        api.data_files.check_data(options)
+
+
+def _lacks_cuda() -> bool:
+    """Whether torch was built without CUDA and ROCm, by its version file: importing it takes seconds."""
+    try:
+        text = Path(str(distribution("torch").locate_file("torch/version.py"))).read_text(encoding="utf-8")
+    except (PackageNotFoundError, OSError):
+        return False
+    built = dict(re.findall(r"^(cuda|hip)\b[^=]*= (.+)$", text, re.MULTILINE))
+    return bool(built) and all(value.strip() == "None" for value in built.values())
+
+
+def resumable_options(options: E) -> E:
+    """The options of a run that `runs resume` can repeat from any folder."""
+    stored = {name: value for name, value in options.plain().items() if name not in _OF_THIS_CALL}
     for key in ("model", "data", "calibration", "baseline"):
         path = stored.get(key)
         if isinstance(path, str) and path != "demo" and Path(path).exists():
             stored[key] = str(Path(path).absolute())  # a hub id or a name stays what it is
     repeat = {"name": options.command, "options": stored, "again": list(options.not_stored())}
-    return dataclasses.replace(options, progress=progress, repeat=repeat)
+    return dataclasses.replace(options, repeat=repeat)
+
+
+def load_model(options: L) -> tuple[Any, L]:
+    """The model of a command, and the options with the device and dtype that were chosen, which a line announces."""
+    return api.defaults.load_chosen(options, announcer(options))
+
+
+def load_reported_model(report: api.reports.Report, options: M) -> tuple[Any, M]:
+    """The model that a report is of, where the report names it: the report may be anybody's."""
+    show_named_model(report, options)
+    return api.defaults.load_report_chosen(report, options, announcer(options))
+
+
+def announcer(options: CommandOptions) -> Callable[[str], None]:
+    """Prints what was chosen on stderr, unless --quiet."""
+    quiet = isinstance(options, ProgressOptions) and options.quiet
+    return lambda line: None if quiet else say(line, err=True)
 
 
 def show_named_model(report: api.reports.Report, options: ReportModelOptions) -> None:

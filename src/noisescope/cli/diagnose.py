@@ -6,7 +6,6 @@ import time
 
 from noisescope import api
 from noisescope.cli import command_builder, output
-from noisescope.cli.output import ProgressBar
 from noisescope.cli.terminal import say
 from noisescope.options.sensitivity import DemoOptions, DiagnoseOptions, RobustnessOptions
 
@@ -23,23 +22,24 @@ def diagnose_model(options: DiagnoseOptions) -> None:
     noisescope diagnose path/to/model --level operator --operators softmax,norm
     noisescope diagnose path/to/model --perturbation int4 --on weights --group-size 32
     noisescope diagnose path/to/model --perturbation fp8_e4m3 --on kv-cache
-    noisescope diagnose path/to/model --dry-run                what it would cost
+    noisescope diagnose path/to/model --dry-run                what it would cost, by one timed sample
+    noisescope diagnose path/to/model --data wiki.txt --metric perplexity
+    noisescope diagnose path/to/model --data qa.jsonl --prompt-field query --answer-field reply
     noisescope diagnose --config run.yaml --seeds 5            the file's options, and another number of seeds
 
     The same command into the same folder resumes. Levels: operator (which kind of operation), layer (sliding windows,
     avalanche points, layer x operator map), channel (outliers).
     """
-    with command_builder.plain_warnings():
-        subject = api.preparation.load_subject(options)
-        if options.dry_run:
-            say(str(api.diagnosis.cost_of_diagnosis(subject, options)))
-            return
-        with command_builder.explain_resuming(options.output), ProgressBar() as progress:
-            report = api.diagnosis.diagnose(subject, options=command_builder.resumable_options(options, progress))
-        if options.save_activations and options.output is not None:
-            source = options.data if options.calibration is None else options.calibration
-            folder, count = options.output / "activations", options.calibration_samples
-            api.records.save_activations(subject, source, folder, samples=count, max_tokens=options.max_tokens)
+    subject, options = command_builder.load_model(options)
+    options = api.defaults.choose_size(subject, options, command_builder.announcer(options))
+    if options.dry_run:
+        say(str(api.diagnosis.cost_of_run(subject, options)))
+        return
+    report = api.diagnosis.diagnose(subject, options=command_builder.resumable_options(options))
+    if options.save_activations and options.output is not None:
+        source = options.source() if options.calibration is None else options.calibration
+        folder, count = options.output / "activations", options.calibration_samples
+        api.records.save_activations(subject, source, folder, samples=count, max_tokens=options.max_tokens)
     output.finish(report, options.output, output.print_summary, as_json=options.json, csv=options.csv)
 
 
@@ -54,10 +54,12 @@ def robustness_of_model(options: RobustnessOptions) -> None:
     noisescope robustness demo --dtype bfloat16 --rounding
     noisescope robustness path/to/model --data gsm8k.jsonl --noise-levels 0,0.02,0.05 --samples 200 --device cuda
     """
-    with command_builder.plain_warnings():
-        subject = api.preparation.load_subject(options)
-        with command_builder.explain_resuming(options.output), ProgressBar() as progress:
-            report = api.diagnosis.robustness(subject, options=command_builder.resumable_options(options, progress))
+    subject, options = command_builder.load_model(options)
+    options = api.defaults.choose_size(subject, options, command_builder.announcer(options))
+    if options.dry_run:
+        say(str(api.diagnosis.cost_of_run(subject, options)))
+        return
+    report = api.diagnosis.robustness(subject, options=command_builder.resumable_options(options))
     show = print_roundoff if options.rounding else print_levels
     output.finish(report, options.output, show, as_json=options.json, csv=options.csv)
 
@@ -67,12 +69,14 @@ def print_levels(report: api.reports.Report) -> None:
     data = found.run.data
     how = {"generate": "by generation", "score": "teacher-forced"}.get(data.measure, "by your metric")
     say(f"{found.run.model.source}: {data.source}, {data.samples} samples, {how}\n")
-    say(f"{'noise':>8}  {'accuracy':>26}  {'retention':>26}  band of the loss")
+    name = words.run_metric(found.run)
+    say(f"{'noise':>8}  {words.described(name):>26}  {'retention':>26}  band of the loss")
     for row in found.robustness.levels:
         if row.error:
             say(f"{row.noise_level:>8g}  failed: {row.error}")
             continue
-        accuracy, retention = (words.estimate(one, share=True).text for one in (row.accuracy, row.retention))
+        accuracy = words.estimate(row.accuracy, share=name in words.SHARES).text
+        retention = words.estimate(row.retention, share=True).text
         band = words.band_of(row).text if row.injected else ""
         say(f"{row.noise_level:>8g}  {accuracy:>26}  {retention:>26}  {band}")
 
@@ -107,13 +111,12 @@ def run_demo(options: DemoOptions) -> None:
     started = time.perf_counter()
 
     def announce(line: str) -> None:
-        if not options.json:
+        if not options.json and not options.quiet:
             say(line, err=True)
 
     announce("1. diagnosing the bundled model: 5 % noise in every operator, window of layers and channel")
 
-    with command_builder.plain_warnings(), command_builder.explain_resuming(options.output), ProgressBar() as progress:
-        report = api.diagnosis.run_demo(options.output, progress, announce, resumes=options.resumes)
+    report = api.diagnosis.run_demo(options.output, announce, resumes=options.resumes)
     output.finish(report, options.output, print_demo, as_json=options.json)
     if not options.json:
         seconds = time.perf_counter() - started

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import typer
 
 from noisescope import api
 from noisescope.cli import command_builder, output
 from noisescope.cli.command_builder import add_command
-from noisescope.cli.output import ProgressBar
 from noisescope.cli.terminal import say
 from noisescope.options.experiment_and_run_commands import PhasesOptions
 
@@ -30,8 +31,11 @@ def experiment_phases(options: PhasesOptions) -> None:
     noisescope experiment phases --method grpo --seconds 3000 -o grpo
     noisescope experiment phases --start scratch --layers 4 --width 32 --steps 300 --batch 64 --seeds 2 -o small
     """
-    with command_builder.plain_warnings(), command_builder.explain_resuming(options.output), ProgressBar() as progress:
-        report = api.phases(options=command_builder.resumable_options(options, progress))
+    if "device" in options.left_open:
+        device, why = api.defaults.default_device()
+        command_builder.announcer(options)(f"device {device} ({why})")
+        options = dataclasses.replace(options, device=device)
+    report = api.phases(options=command_builder.resumable_options(options))
     output.finish(report, options.output, print_verdicts, as_json=options.json)
     if report.value.trained.failed and not report.value.trained.done:
         raise typer.Exit(1)

@@ -6,7 +6,6 @@ import importlib.resources
 
 from noisescope import api
 from noisescope.cli import command_builder, output
-from noisescope.cli.output import ProgressBar
 from noisescope.cli.terminal import say
 from noisescope.options.sensitivity import GateOptions
 
@@ -31,10 +30,8 @@ def gate_model(options: GateOptions) -> None:
         folder = importlib.resources.files("noisescope.cli") / "ci"
         say((folder / f"{options.template}.yml").read_text(encoding="utf-8"), nl=False)
         return
-    with command_builder.plain_warnings():
-        subject = api.preparation.load_subject(options)
-        with ProgressBar() as progress:
-            result = api.gates.gate(subject, options=command_builder.resumable_options(options, progress))
+    subject, options = command_builder.load_model(options)
+    result = api.gates.gate(subject, options=command_builder.resumable_options(options))
     paths = []
     if options.junit is not None:
         share = result.seconds / len(result.checks)  # one measurement serves all checks

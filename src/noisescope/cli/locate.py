@@ -51,12 +51,11 @@ def locate_fault(options: LocateOptions) -> None:
     api.locate_simulated.check_fault(options.simulated)  # before torch is imported
 
     place, changed = None, None
-    with command_builder.plain_warnings():
-        subject = api.preparation.load_subject(options)
-        if options.simulated is None:
-            verdict = api.locate(subject, options=options)
-        else:
-            verdict, place, changed = api.locate_simulated.locate_simulated(subject, options)
+    subject, options = command_builder.load_model(options)
+    if options.simulated is None:
+        verdict = api.locate(subject, options=options)
+    else:
+        verdict, place, changed = api.locate_simulated.locate_simulated(subject, options)
     simulated = {} if changed is None else {"simulated": options.simulated, "elements_changed": changed}
     text = json.dumps({**verdict.to_dict(), **simulated}, indent=1) + "\n"
     write_verdict(verdict, options, text)

@@ -1,17 +1,13 @@
-"""What commands print: results as JSON or in words, tables, the first screen of a report, progress."""
+"""What commands print: results as JSON or in words, tables, the first screen of a report."""
 
 from __future__ import annotations
 
-import sys
-import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from noisescope import api
 from noisescope.cli.terminal import say
-
-_EVERY = 10.0  # seconds between plain lines of progress
 
 
 def finish(
@@ -90,51 +86,3 @@ def print_cost(report: api.reports.Report) -> None:
         f"\n{cost.trials_run_now} trials run now ({cost.trials} in the store), "
         f"{cost.forwards:.1f} forwards of the test data, {cost.seconds:.1f} s"
     )
-
-
-class ProgressBar:
-    """A bar with an estimate on a terminal, plain lines elsewhere.
-
-    The executor calls `wave` and `step`; waves add up to one count, since later ones depend on earlier ones.
-    """
-
-    def __init__(self) -> None:
-        self.total = 0
-        self.done = 0
-        self.failed = 0
-        self._bar: Any = None
-        self._task: Any = None
-        self._last = time.monotonic()
-        self._started = time.monotonic()
-
-    def __enter__(self) -> ProgressBar:
-        if sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-            self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
-            self._bar.__enter__()
-            self._task = self._bar.add_task("trials", total=None)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._bar is not None:
-            self._bar.__exit__(*error)
-
-    def wave(self, trials: int) -> None:
-        self.total += trials
-        if self._bar is not None:
-            self._bar.update(self._task, total=self.total)
-
-    def step(self, trial: Any, result: Any, seconds: float) -> None:
-        self.done += 1
-        self.failed += bool(result.failed)
-        if self._bar is not None:
-            self._bar.update(self._task, completed=self.done)
-        elif time.monotonic() - self._last > _EVERY:
-            self._last = time.monotonic()
-            spent = self._last - self._started
-            left = spent / self.done * (self.total - self.done)
-            estimate = f"about {left:.0f} s left of what is known to be needed"
-            say(f"{self.done} of {self.total} trials, {estimate}", err=True)

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from noisescope import api
-from noisescope.cli.command_builder import plain_warnings
+from noisescope.cli.command_builder import announcer
 from noisescope.cli.output import aligned
 from noisescope.cli.terminal import say
 from noisescope.errors import InvalidInput
@@ -89,8 +89,11 @@ def passport_of_device(options: PassportOptions) -> None:
     if options.from_ is not None:
         passport = api.comparison.read_passport(options.from_)
     else:
-        with plain_warnings():
-            passport = api.comparison.passport(options=options)
+        if "device" in options.left_open:
+            device, why = api.defaults.default_device()
+            announcer(options)(f"device {device} ({why})")
+            options = dataclasses.replace(options, device=device)
+        passport = api.comparison.passport(options=options)
     if options.output is not None:
         api.comparison.write_passport(passport, options.output)
     differences = api.comparison.diff(passport, theirs) if theirs is not None else None

@@ -28,8 +28,7 @@ def loader(report: api.reports.Report, options: ReportModelOptions) -> Callable[
     """Loads the report's model, or the one that the options name, once it is needed."""
 
     def load() -> Any:
-        command_builder.show_named_model(report, options)
-        return api.preparation.load_report_subject(report, options)
+        return command_builder.load_reported_model(report, options)[0]
 
     return load
 
@@ -49,8 +48,7 @@ def plan_fault_tests(options: FaultTestOptions) -> None:
     """
     report = api.reports.load_report(options.report)
     show = (lambda result: None) if options.json else print_test_result  # each as soon as it ends
-    with command_builder.plain_warnings():
-        tested = api.plan.fault_tests(report, options=options, subject=loader(report, options), on_result=show)
+    tested = api.plan.fault_tests(report, options=options, subject=loader(report, options), on_result=show)
     tests, results = tested.tests, tested.results
     if not options.run and not options.json:
         for test in tests:
@@ -137,8 +135,7 @@ def plan_precision(options: PrecisionOptions) -> None:
     with scales are printed beside them.
     """
     report = api.reports.load_report(options.report)
-    with command_builder.plain_warnings():
-        result = api.plan.precision(report, options=options, subject=loader(report, options))
+    result = api.plan.precision(report, options=options, subject=loader(report, options))
     paths = output.write_table(result, options.csv)
     if options.json:
         say(api.reports.as_json(result), nl=False)
@@ -196,8 +193,7 @@ def plan_kv_cache(options: KvCacheOptions) -> None:
     noisescope plan kv-cache kv --keep-layers 2 --export vllm -o kv_cache.json
     """
     report = api.reports.load_report(options.report)
-    with command_builder.plain_warnings():
-        plan = api.plan.kv_cache(report, options=options, subject=loader(report, options))
+    plan = api.plan.kv_cache(report, options=options, subject=loader(report, options))
     paths = output.write_table(plan, options.csv)
     if options.json:
         say(api.reports.as_json(plan), nl=False)
@@ -248,8 +244,7 @@ def plan_smoothquant(options: SmoothquantOptions) -> None:
     noisescope plan smoothquant out --target W4A16
     """
     found = api.reports.load_report(options.report)
-    with command_builder.plain_warnings():
-        result = api.plan.smoothquant(found, options=options, subject=loader(found, options))
+    result = api.plan.smoothquant(found, options=options, subject=loader(found, options))
     output.emit(result, options, print_smoothing)
 
 

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
-
-import typer
 
 from noisescope import api
 from noisescope.cli import command_builder, output
@@ -38,11 +34,11 @@ def record_device(options: RecordOptions) -> None:
     """
     folder = options.output
     api.locate_simulated.check_fault(options.simulate)  # before torch is imported
-    with command_builder.plain_warnings(), _interruptible(folder):
-        if options.engine == "transformers":
-            found = api.records.record(api.preparation.load_subject(options), options=options)
-        else:
-            found = api.systems.record_engine(options)
+    if options.engine == "transformers":
+        subject, options = command_builder.load_model(options)
+        found = api.records.record(subject, options=options)
+    else:
+        found = api.systems.record_engine(options)
     size = sum(file.stat().st_size for file in folder.iterdir())
     facts = {
         "record": str(folder),
@@ -60,18 +56,6 @@ def record_device(options: RecordOptions) -> None:
     counts = f"{facts['sites']} sites, {facts['prompts']} prompts, {facts['tokens']} tokens"
     say(f"{folder}: {counts}, {found.dtype} on {found.device}, {size / 1e6:.1f} MB")
     output.print_each(found.notes, "note: ")
-
-
-@contextmanager
-def _interruptible(folder: Path) -> Iterator[None]:
-    """Ctrl-C prints what is left behind."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        unfinished = f" {folder} holds an unfinished record: remove it, and record again"
-        left = unfinished if api.records.is_unfinished(folder) else ""
-        say(f"\ninterrupted.{left}", err=True)
-        raise typer.Exit(130) from None
 
 
 def compare_devices(options: CompareOptions) -> None:
@@ -97,8 +81,7 @@ def compare_devices(options: CompareOptions) -> None:
     Of systems (ENGINE:MODEL) the divergence of the next token's distribution is split into semantics, state, operators,
     round-off and a remainder. Exit code 1 where they differ by more than round-off.
     """
-    with command_builder.plain_warnings():
-        found = api.comparison.compare(options=options)
+    found = api.comparison.compare(options=options)
     output.emit(found, options, print_found)
     command_builder.exit_by(found.outcome, options)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import typer
 
 from noisescope import api
-from noisescope.cli.command_builder import COMMANDS, add_command
+from noisescope.cli.command_builder import COMMANDS, add_command, carry_out
 from noisescope.cli.output import print_each, write_table
 from noisescope.cli.terminal import say, say_line
 from noisescope.errors import InvalidInput
@@ -158,7 +158,8 @@ def resume_run(options: ResumeOptions) -> None:
             )
         say_line(f"not repeated: {known[name].flag} (it writes outside the run's folder)", err=True)
     assert isinstance(found, (ExecutionOptions, DemoOptions))
-    run(dataclasses.replace(found, resumes=fingerprint))
+    shown = options.pick("quiet", "verbose")
+    carry_out(run, dataclasses.replace(found, resumes=fingerprint, **shown))
 
 
 def _shown(name: str, value: object) -> str:

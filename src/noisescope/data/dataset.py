@@ -1,11 +1,12 @@
-"""Prompts and tasks from a file: JSONL, JSON, CSV or Parquet, in one of four kinds. No torch here.
+"""Prompts and tasks from a file: JSONL, JSON, CSV, Parquet or plain text, in one of four kinds. No torch here.
 
 Kinds and the fields that make them:
   text     `text`
   answer   `prompt` + `answer`, or `question` + `answer` (GSM8K; the prompt becomes "Question: ...\\nAnswer:")
   choice   `prompt` (or `question`) + `choices` + `label`: an index from 0, a letter from A, or the choice's own text
   chat     `messages`: a list of {"role", "content"}; the last is the assistant's and is the answer
-Other fields are ignored. Every mistake is reported with its file and line.
+Other fields are ignored. A `DataFile` names the fields of prompt and answer, whatever they are called. A .txt file is
+split at blank lines; without any, every line is a text. Every mistake is reported with its file and line.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ import importlib
 import importlib.resources
 import io
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from noisescope.errors import InvalidInput, MissingExtra, unknown, whole_number
 from noisescope.foreign import MIB, FileKind, parse_json, read_bytes
+from noisescope.options.shared import DataFile
 from noisescope.plain_text import LONG, cut
 
 FORMS = "text; prompt + answer; question + answer; prompt (or question) + choices + label; messages"
@@ -95,7 +97,7 @@ def built_in() -> DataSet:
     return gather(paragraphs, "built-in text", note="no data was given: built-in text")
 
 
-def read_data(path: str | Path, *, limit: int | None = None) -> DataSet:
+def read_data(source: str | Path | DataFile, *, limit: int | None = None) -> DataSet:
     """The items of a file, at most `limit` of them. The file's suffix decides its format.
 
     >>> import noisescope as ns
@@ -105,8 +107,11 @@ def read_data(path: str | Path, *, limit: int | None = None) -> DataSet:
     (3, 'answer')
     """
     most = None if limit is None else whole_number(limit, "limit")
+    file = source if isinstance(source, DataFile) else None
+    path = file.path if file is not None else Path(str(source)).expanduser()
     items: list[Item] = []
-    for where, fields in rows(Path(path).expanduser()):
+    for where, row in rows(path, () if file is None else (file.prompt_field, file.answer_field or "")):
+        fields = row if file is None else _renamed(file, row, where)
         item = _item(len(items), fields, where)
         if items and item.kind != items[0].kind:
             raise InvalidInput(
@@ -116,7 +121,18 @@ def read_data(path: str | Path, *, limit: int | None = None) -> DataSet:
         items.append(item)
         if len(items) == most:
             break
-    return gather(items, str(path))
+    return gather(items, str(source), note=_SPLIT[_has_paragraphs(path)] if path.suffix.lower() == ".txt" else "")
+
+
+def _renamed(file: DataFile, fields: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The fields that the file's names stand for, and no others."""
+    wanted = {"prompt": file.prompt_field, "answer": file.answer_field}
+    if file.answer_field is None:
+        wanted = {"text": file.prompt_field}
+    for name in wanted.values():
+        if name not in fields:
+            raise unknown(f"field in {where}:", name, fields)
+    return {ours: fields[str(theirs)] for ours, theirs in wanted.items()}
 
 
 def _item(number: int, fields: Mapping[str, Any], where: str) -> Item:
@@ -133,8 +149,13 @@ def _item(number: int, fields: Mapping[str, Any], where: str) -> Item:
     }
     fitting = [form for form, fits in forms.items() if fits]
     if not fitting:
-        found = ", ".join(str(name) for name in fields) or "none"
-        raise InvalidInput(f"{where} has none of the allowed forms. Fields found: {cut(found, LONG)}. Allowed: {FORMS}")
+        names = [str(name) for name in fields]
+        found = ", ".join(names) or "none"
+        example = f" --answer-field {cut(names[1])}" if len(names) > 1 else ""
+        hint = f". Or name them, such as --prompt-field {cut(names[0])}{example}" if names else ""
+        raise InvalidInput(
+            f"{where} has none of the allowed forms. Fields found: {cut(found, LONG)}. Allowed: {FORMS}{hint}"
+        )
     if len(fitting) > 1:
         raise InvalidInput(f"{where} fits several forms ({'; '.join(fitting)}): keep the fields of one of them")
     if fitting == ["text"]:
@@ -218,8 +239,11 @@ def _messages(value: Any, where: str) -> tuple[tuple[str, str], ...]:
 # -- a data file as rows: where each stands, and its fields
 
 
-def rows(path: Path) -> Iterator[Row]:
-    """The rows of a file, in order; its suffix decides its format. Blank lines are skipped."""
+def rows(path: Path, fields: Iterable[str] = ()) -> Iterator[Row]:
+    """The rows of a file, in order; its suffix decides its format. Blank lines are skipped.
+
+    `fields` are wanted besides the usual ones: of a Parquet file no others are read.
+    """
     if path.is_dir():
         inside = sorted(file.name for file in path.iterdir() if file.suffix.lower() in _READERS)
         hint = f"pass one of its files: {', '.join(inside[:5])}" if inside else "it holds no data file"
@@ -234,7 +258,7 @@ def rows(path: Path) -> Iterator[Row]:
     if path.suffix.lower() not in _READERS:
         raise unknown(f"format of the data file {path}:", path.suffix, _READERS)
     try:
-        yield from _READERS[path.suffix.lower()](path)
+        yield from _READERS[path.suffix.lower()](path, (*FIELDS, *fields))
     except OSError as error:
         raise InvalidInput(f"{path} can't be read: {error.strerror or error}") from error
 
@@ -259,7 +283,7 @@ def _parsed(text: str, where: str, hint: str = "") -> Any:
     return parse_json(text, where, FileKind("JSON", cure, max_depth=32, infinite=True))
 
 
-def _jsonl_rows(path: Path) -> Iterator[Row]:
+def _jsonl_rows(path: Path, wanted: Container[str]) -> Iterator[Row]:
     with path.open("rb") as file:  # binary: str.splitlines would also cut at U+2028
         for number, raw in enumerate(iter(lambda: file.readline(_LONGEST_LINE + 1), b""), 1):
             if len(raw) > _LONGEST_LINE:
@@ -274,7 +298,7 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
             yield where, fields
 
 
-def _json_rows(path: Path) -> Iterator[Row]:
+def _json_rows(path: Path, wanted: Container[str]) -> Iterator[Row]:
     text = _decoded(read_bytes(path, DATA), path)
     if not text.strip():
         return
@@ -288,7 +312,7 @@ def _json_rows(path: Path) -> Iterator[Row]:
         yield f"{path}, item {number}", fields
 
 
-def _csv_rows(path: Path) -> Iterator[Row]:
+def _csv_rows(path: Path, wanted: Container[str]) -> Iterator[Row]:
     reader = csv.reader(io.StringIO(_decoded(read_bytes(path, DATA), path), newline=""), strict=True)
     header: list[str] = []
     while True:
@@ -333,7 +357,7 @@ def _typed(cells: dict[str, str], where: str) -> dict[str, Any]:
     return fields
 
 
-def _parquet_rows(path: Path) -> Iterator[Row]:
+def _parquet_rows(path: Path, wanted: Container[str]) -> Iterator[Row]:
     try:
         parquet = importlib.import_module("pyarrow.parquet")
     except ImportError:
@@ -341,10 +365,37 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
     number = 0
     with PARQUET.explaining(path), parquet.ParquetFile(path) as file:
         names = file.schema_arrow.names
-        for batch in file.iter_batches(batch_size=_ROWS, columns=[name for name in names if name in FIELDS]):
+        for batch in file.iter_batches(batch_size=_ROWS, columns=[name for name in names if name in wanted]):
             for row in batch.to_pylist():
                 number += 1
                 yield f"{path}, row {number}", {**dict.fromkeys(names), **row}
 
 
-_READERS = {".jsonl": _jsonl_rows, ".json": _json_rows, ".csv": _csv_rows, ".parquet": _parquet_rows}
+def _text_rows(path: Path, wanted: Container[str]) -> Iterator[Row]:
+    text: list[str] = []
+    first = 1
+    lines = _decoded(read_bytes(path, DATA), path).splitlines()
+    by_line = all(line.strip() for line in _inner(lines))
+    for number, line in enumerate([*lines, ""], 1):
+        if line.strip():
+            first = first if text else number
+            text.append(line)
+        if text and (by_line or not line.strip()):
+            yield f"{path}, line {first}", {"text": "\n".join(text)}
+            text = []
+
+
+def _inner(lines: list[str]) -> list[str]:
+    """Without blank lines at both ends."""
+    kept = [number for number, line in enumerate(lines) if line.strip()]
+    return lines[kept[0] : kept[-1]] if kept else []
+
+
+def _has_paragraphs(path: Path) -> bool:
+    return any(not line.strip() for line in _inner(_decoded(read_bytes(path, DATA), path).splitlines()))
+
+
+_SPLIT = {True: "the text file was split at blank lines", False: "every line of the text file is a sample"}
+_READERS = {
+    ".jsonl": _jsonl_rows, ".json": _json_rows, ".csv": _csv_rows, ".parquet": _parquet_rows, ".txt": _text_rows
+}  # fmt: skip

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from noisescope import progress
 from noisescope.data.tokens import special_prefix, tokenize, without_prefix
 from noisescope.errors import InvalidInput
 from noisescope.model.forwards import evaluating
@@ -84,7 +85,7 @@ def generate_tokens(
     known = vars(GenerationConfig())
     settings = {name: value for name, value in _GREEDY.items() if name in known}
     texts: list[list[int]] = []
-    for at in range(0, len(rows), batch_size):
+    for at in progress.track("generating", range(0, len(rows), batch_size)):
         batch = rows[at : at + batch_size]
         length = max(map(len, batch))
         ids = torch.tensor([[pad] * (length - len(row)) + row for row in batch], device=device)

@@ -53,8 +53,8 @@ def encode(data: DataSet, tokenizer: Any, *, max_tokens: int = 256) -> Encoded:
     """
     if tokenizer is None:
         raise InvalidInput(
-            f"{data.source} holds texts, and this model has no tokenizer: pass one with wrap(model, tokenizer), "
-            "or pass tokenised batches instead of texts"
+            f"{data.source} holds texts, and this model has no tokenizer: put the tokenizer's files (tokenizer.json, "
+            "tokenizer_config.json) into the model's folder. In Python: wrap(model, tokenizer), or tokenised batches"
         )
     prefix = special_prefix(tokenizer)
     room = whole_number(max_tokens, "max_tokens", least=len(prefix) + 2) - len(prefix)

@@ -211,6 +211,8 @@ class Answer:
         return int(np.nansum(self.values("nonfinite"))) if "nonfinite" in self.metrics else 0
 
     def values(self, name: str) -> Array:
+        if name == "perplexity":  # as a score, of which more is better: the inverse
+            return np.asarray(np.exp(-self.values("nll")), dtype=np.float64)
         rows = [[np.nan if v is None else v for result in row for v in result.values[name]] for row in self.rows]
         return np.array(rows, dtype=np.float64)
 

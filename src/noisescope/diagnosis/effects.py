@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 import numpy as np
 
 from noisescope import stats
+from noisescope.diagnosis import perplexity
 from noisescope.diagnosis.context import Answer, Array, StudyContext
+from noisescope.diagnosis.perplexity import PERPLEXITY
 from noisescope.diagnosis.predicted_kl import Screened
 from noisescope.diagnosis.rows import Divergence, Effect, PointRule
 from noisescope.findings import NOT_MEASURABLE, band, band_range
@@ -89,16 +92,21 @@ def task_loss(
     if not len(before):
         return Effect(metric=context.metric_name, degradation=NOTHING)
     loss = stats.degradation(before, after, chance=context.chance, level=stats.simultaneous_level(comparisons))
-    interval = stats.mean(after)
-    if context.measure != "custom":  # a metric of one's own may be anything; a share lies between 0 and 1
+    smallest = stats.smallest_detectable(before, after, comparisons=comparisons, relative=True)
+    was, now, interval = float(before.mean()), float(after.mean()), stats.mean(after)
+    if context.metric == PERPLEXITY:
+        loss, interval = perplexity.share_lost(loss), perplexity.of_losses(noisy.values("nll").T)
+        was, now = (perplexity.of_losses(side.values("nll").T).value or math.inf for side in (clean, noisy))
+        smallest = None if smallest is None else -math.expm1(-smallest)
+    elif context.measure != "custom":  # a metric of one's own may be anything; a share lies between 0 and 1
         interval = interval.within(0.0, 1.0)
-        loss = loss.within(1 - 1 / float(before.mean()), 1.0) if before.mean() > 0 else loss
+        loss = loss.within(1 - 1 / was, 1.0) if was > 0 else loss
     score = None if loss.value is None or scale is None else loss.value / scale
     lower, upper = band_range(bands, loss)
     return Effect(
         metric=context.metric_name,
-        baseline_acc=float(before.mean()),
-        noisy_acc=float(after.mean()),
+        baseline_acc=was,
+        noisy_acc=now,
         noisy_acc_interval=interval,
         degradation=loss,
         band=lower,
@@ -106,13 +114,15 @@ def task_loss(
         sensitivity_score=score,
         noise_tolerance_index=stats.noise_tolerance(loss),
         p=stats.p_no_difference(before, after),
-        smallest_detectable=stats.smallest_detectable(before, after, comparisons=comparisons, relative=True),
+        smallest_detectable=smallest,
         point_rule=PointRule(band(bands, loss.value), band("sensitivity_score", score)),
     )
 
 
 def paired(context: StudyContext, clean: Answer, noisy: Answer) -> tuple[Array, Array]:
     """Scores [samples] and [samples, seeds]. A sample whose noisy score is not finite has failed: its score is 0."""
+    if context.metric == PERPLEXITY:
+        return perplexity.linear_scores(clean, noisy)
     before, after = clean.values(context.metric)[0], noisy.values(context.metric).T
     known = np.isfinite(before)
     return before[known], np.nan_to_num(after[known], nan=0.0, posinf=0.0, neginf=0.0)
@@ -135,7 +145,9 @@ def effects_table(
     if scores is not None:
         selected = stats.select_largest(scores[0], scores[1:], chance=study.context.chance)
         largest = measured[selected.index]
-        rows[largest] = replace(rows[largest], selected=selected.estimate)
+        loss = selected.estimate
+        loss = perplexity.share_lost(loss) if study.context.metric == PERPLEXITY else loss
+        rows[largest] = replace(rows[largest], selected=loss)
     return rows
 
 
@@ -184,7 +196,9 @@ def ratio(above: Array, below: Array) -> stats.Estimate:
 
 
 def clean_score(context: StudyContext, clean: Answer, name: str) -> stats.Estimate:
-    """The mean of a column of the clean model."""
+    """The mean of a column of the clean model, or its perplexity."""
+    if name == PERPLEXITY:
+        return perplexity.of_losses(clean.values("nll")[0])
     values = clean.values(name)[0]
     known = values[np.isfinite(values)]
     if not len(known):

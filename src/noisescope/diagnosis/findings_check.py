@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from noisescope.diagnosis.context import StudyContext
 from noisescope.diagnosis.effects import correct_for_comparisons, task_loss
@@ -79,6 +79,7 @@ class FaultCheck:
     fault: Any  # a perturbation
     windows: Sequence[ChosenWindow]
     operators: tuple[str, ...] = ("linear",)
+    phase: ClassVar[str] = "simulated faults"
 
     def _injection(self, window: ChosenWindow) -> Injection:
         layers = frozenset(range(window.start_layer, window.end_layer + 1))

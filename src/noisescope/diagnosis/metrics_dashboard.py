@@ -125,8 +125,9 @@ def _baseline(study: StudyResults) -> Baseline | None:
     if clean is None or clean.error:
         return None
     known = clean.values(context.metric)[0]
+    names = dict.fromkeys([*clean.metrics, context.metric])
     return Baseline(
-        metrics={name: clean_score(context, clean, name) for name in clean.metrics if name != "nonfinite"},
+        metrics={name: clean_score(context, clean, name) for name in names if name != "nonfinite"},
         nonfinite=clean.nonfinite,
         measurable=stats.measurable(known[np.isfinite(known)], context.chance),
         chance=context.chance,

@@ -234,6 +234,8 @@ def _rated(row: Candidate, notes: tuple[str, ...], layers: LayerAnalysis | None,
     effect, metric = row.effect, metric_name(row.effect.metric)
     assert effect.baseline_acc is not None and effect.noisy_acc is not None
     change = f"{percent(effect.baseline_acc)} to {percent(effect.noisy_acc)}"
+    if effect.metric == "perplexity":
+        change = f"perplexity {effect.baseline_acc:.3g} to {effect.noisy_acc:.3g}"
     statement = f"{words.costs} {percent(row.loss)} of the {metric} ({change})"
     if effect.borderline:
         statement += f"; the interval reaches from {effect.band} to {effect.band_upper}"

@@ -10,13 +10,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from noisescope import stats
-from noisescope.diagnosis.context import Array, StudyContext
+from noisescope.diagnosis.context import Answer, Array, StudyContext
 from noisescope.diagnosis.effects import StudyResults, clean_score, correct_for_comparisons
+from noisescope.diagnosis.perplexity import PERPLEXITY, share_kept
 from noisescope.diagnosis.report import RobustnessCurve
 from noisescope.diagnosis.rows import Effect, LevelEffect, as_row
 from noisescope.diagnosis.section_types import Threshold, Tried
@@ -53,7 +54,7 @@ def bisect(context: StudyContext, results: Results, **sites: Any) -> Bisection:
         if answer is None or answer.error:
             failed = "" if answer is None else answer.error
             return Bisection(tuple(tried), low, high if tried else None, scale if answer is None else None, failed)
-        accuracy = np.nan_to_num(answer.values(context.metric), nan=0.0, posinf=0.0, neginf=0.0).mean(0)
+        accuracy = _scores(context, answer)
         tried.append((scale, accuracy))
         lost = 1 - float(np.nanmean(accuracy)) / float(np.nanmean(clean))
         if lost >= context.settings.target_degradation:
@@ -124,6 +125,11 @@ def _crossing(scales: Array, lost: Array, target: float) -> float:
     return float(scales[at - 1] + share * (scales[at] - scales[at - 1]))
 
 
+def _scores(context: StudyContext, answer: Answer) -> Array:
+    """Of each sample, seeds averaged; one that is not finite has failed."""
+    return np.asarray(np.nan_to_num(answer.values(context.metric), nan=0.0, posinf=0.0, neginf=0.0).mean(0))
+
+
 def _clean_accuracy(context: StudyContext, results: Results) -> Array | None:
     answer = context.answer(results, None)
     return None if answer is None or answer.error else answer.mean(context.metric)
@@ -150,6 +156,7 @@ class RobustnessQuestion:
     """Accuracy and retention at several noise levels, on the same samples with the same draws."""
 
     levels: tuple[float, ...]
+    phase: ClassVar[str] = "noise levels"
 
     def propose(self, context: StudyContext, results: Results) -> list[Trial]:
         noisy = [trial for level in self.levels if level for trial in context.ask(context.injection(scale=level))]
@@ -171,6 +178,7 @@ class RobustnessQuestion:
             scores = None if injection is None else study.scores(injection)
             if scores is not None:
                 kept = stats.retention(*scores, chance=context.chance, level=together)
+                kept = share_kept(kept) if context.metric == PERPLEXITY else kept
             elif injection is None and not clean.error:
                 accuracy = clean_score(context, clean, context.metric)
             curve.append(as_row(row, LevelEffect, noise_level=level, accuracy=accuracy, retention=kept))

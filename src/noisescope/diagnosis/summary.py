@@ -135,6 +135,11 @@ def _success(context: StudyContext, found: Sections) -> str:
     if clean is None or clean.value is None or clean.low is None or clean.high is None:
         return ""
     metric = metric_name(context.metric_name)
+    if context.metric == "perplexity":
+        return (
+            f"On the new device the perplexity on this data must be no higher than the interval measured here: "
+            f"{clean.low:.3g} to {clean.high:.3g} (n = {clean.n})."
+        )
     if context.measure != "custom" and clean.high - clean.low > WIDEST:
         needed = math.ceil(1.96**2 * max(clean.value * (1 - clean.value), 0.05) / WANTED**2)
         return (

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from noisescope import progress
 from noisescope.comparison.roundoff import FEWEST_TOKENS, RoundoffBand
 from noisescope.comparison.systems import (
     ORDER,
@@ -51,7 +52,7 @@ class _Run:
         chosen = self.modules if modules is None else modules
 
         def rows() -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-            for ids in self.prompts if prompts is None else prompts:
+            for ids in progress.track("prompts compared", self.prompts if prompts is None else prompts):
                 pair = mended_logits(self.a, self.b, ids, chosen)
                 if stored:
                     pair = rounded_logits(self.a, ids, chosen, pair[1].dtype), pair[1]
@@ -117,6 +118,7 @@ def compare_systems(
 
 
 def _mend_state(run: _Run, mended: Mended) -> tuple[str, ...]:
+    progress.begin("weights and settings")
     causes, found = find_state(run.a, run.b)
     notes = list(found)
     for cause in causes:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from noisescope import progress
 from noisescope.engines.protocol import Engine, EngineCall, Ids, OnCall, is_leaf
 from noisescope.findings import LIMITS, ROUND_OFF
 from noisescope.sites import WHOLE, Place, Site
@@ -77,7 +78,7 @@ def replay(a: Engine, b: Engine, prompts: Sequence[Ids]) -> tuple[list[SiteError
     round_off = coarser(a.facts.dtype, b.facts.dtype)
     found: dict[tuple[str, bool], SiteError] = {}
     end = SiteError(Site("lm_head", "lm_head", "logits"), True, None)
-    for ids in prompts:
+    for ids in progress.track("operators by prompt", prompts):
         reference: dict[str, tuple[Tensor, Tensor]] = {}
         order: list[Site] = []
         logits = a.logits(ids, _keep(reference, order))

@@ -135,6 +135,7 @@ METRIC_NAMES = {
     "accuracy": "accuracy",
     "next_token_accuracy": "next-token accuracy",
     "agreement": "agreement with the clean model",
+    "perplexity": "inverse perplexity",
     "custom": "score",
     "kl": "KL divergence",
     "nll": "loss",

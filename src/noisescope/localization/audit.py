@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from noisescope import progress
 from noisescope.errors import InvalidInput
 from noisescope.localization.arithmetic_self_test import self_test_of, with_self_test
 from noisescope.localization.audit_log import ALWAYS, NEVER, AuditLog
@@ -99,13 +100,16 @@ def audit(
         log = AuditLog(anatomy, rows=rows, seed=seed, device=device_of(model).type)
         run = AuditRun(model, log, not_run, again=(1 if quick else _AGAIN) + repeat)
         run.log.remarks += _remarks(subject, model, workloads)
-        for workload in within_budget(workloads, budget, not_run):
-            run.base(workload) if workload.other is not None else run.workload(workload)
-        with host_arithmetic():
-            run.judge_deferred()
-        run.inside_attention()
-        if not quick:
-            run.drive(workloads[0].inputs, seed)
+        with progress.plan(progress.Phase("shapes", len(workloads)), progress.Phase("judging operators")):
+            shapes = within_budget(workloads, budget, not_run)
+            for workload in progress.track("shapes", shapes, steps=len(workloads)):
+                run.base(workload) if workload.other is not None else run.workload(workload)
+            progress.begin("judging operators")
+            with host_arithmetic():
+                run.judge_deferred()
+            run.inside_attention()
+            if not quick:
+                run.drive(workloads[0].inputs, seed)
     found = conclude(run.log, run.judged_model())
     if not faults:
         return found

@@ -36,6 +36,10 @@ Batch = dict[str, Any]  # arguments of a forward: tensors, and a cache or a swit
 
 ROWS, LENGTH = 2, 32  # of a built-in batch: 64 tokens, all of which are judged
 PROMPTS = FileKind("text file of prompts", "Write one prompt per line, in UTF-8")
+NO_TOKENIZER = (
+    "the model has no tokenizer: put its files (tokenizer.json, tokenizer_config.json) into the model's folder. In "
+    "Python: pass token ids, or wrap(model, tokenizer)"
+)
 _IDS = ("input_ids", "decoder_input_ids")
 _OF_SOUND = ("input_features", "input_values")
 _MAIN_INPUTS = ("input_ids", "inputs_embeds", "pixel_values", "src", "x")
@@ -184,9 +188,7 @@ def _given(model: nn.Module, tokenizer: Any, inputs: Any) -> list[Batch]:
         )
     if all(isinstance(item, str) for item in inputs):
         if tokenizer is None:
-            raise InvalidInput(
-                "inputs are texts, but the model has no tokenizer: pass token ids, or wrap the model with a tokenizer"
-            )
+            raise InvalidInput(f"inputs are texts, but {NO_TOKENIZER}")
         return [{"input_ids": _tokens(tokenizer, text)[None]} for text in inputs]
     return [_batch(model, item) for item in inputs]
 
@@ -333,9 +335,7 @@ def prompt_ids(
 def _ids(prompt: Any, tokenizer: Any) -> tuple[int, ...]:
     if isinstance(prompt, str):
         if tokenizer is None:
-            raise InvalidInput(
-                "prompts are texts, but the model has no tokenizer: pass token ids, or wrap the model with a tokenizer"
-            )
+            raise InvalidInput(f"prompts are texts, but {NO_TOKENIZER}")
         prompt = tokenizer(prompt, verbose=False)["input_ids"]
     try:
         ids = tuple(int(token) for token in prompt)

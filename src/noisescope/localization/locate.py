@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from noisescope import progress
 from noisescope.localization.verdict import Verdict
 from noisescope.model.loading import Subject
 from noisescope.options.base import takes_options
@@ -42,27 +43,34 @@ def locate(subject: Subject | nn.Module, options: LocateOptions) -> Verdict:
     if options.failure is not None:
         from noisescope.localization.fingerprint_locator import fingerprint
 
+        progress.begin("fingerprints")
         return fingerprint(subject, options.failure, reference)
     if reference is not None:
         from noisescope.localization.replay import replay
 
+        progress.begin("replay")
         found = replay(subject, reference, seed=seed)
         return found if method == "replay" else dataclasses.replace(found, method="auto: replay")
     if method == "srdd":
         from noisescope.localization.srdd import srdd
 
+        progress.begin("probes")
         return srdd(subject, seed=seed)
     if method == "scans":
         from noisescope.localization.scans import scans
 
+        progress.begin("scans")
         return scans(subject, seed=seed)
     if method == "relations":
         from noisescope.localization.relations import relations
 
+        progress.begin("relations")
         return relations(subject, inputs, seed=seed)
     from noisescope.localization.audit import audit
     from noisescope.localization.state import check_state, with_state
 
+    if options.state:
+        progress.begin("weights and config")
     state = check_state(subject) if options.state else None  # before anything runs
     found = audit(
         subject,
@@ -81,6 +89,7 @@ def locate(subject: Subject | nn.Module, options: LocateOptions) -> Verdict:
         from noisescope.localization.backward import audit_backward
         from noisescope.localization.backward_verdict import with_backward
 
+        progress.begin("gradients")
         gradients = audit_backward(subject, inputs, tokens=options.tokens, batch=options.batch, seed=seed)
         found = with_backward(found, gradients)
     return found if state is None else with_state(found, state)
@@ -99,6 +108,7 @@ def _with_relations(audited: Verdict, subject: Subject | nn.Module, inputs: Any,
         return dataclasses.replace(audited, method="auto: audit")
     from noisescope.localization.relations import relations
 
+    progress.begin("relations")
     more = relations(subject, inputs, places=places, seed=seed)
     open_sites = {(site.place, site.module) for site in audited.unseen if site.tensor == "input"}
     suspects = tuple(s for s in more.suspects if (s.site.place, s.site.module) not in open_sites)

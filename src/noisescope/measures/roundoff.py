@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from noisescope import progress
 from noisescope.errors import InvalidInput
 from noisescope.injection import Injection
 from noisescope.model.anatomy import Anatomy
@@ -69,7 +70,7 @@ def run_rounded(
     runs = RoundoffRuns()
     with evaluating(model), torch.no_grad():
         probe = Probe(model, Injection(Rounding(), operators=OPERATORS, phases=frozenset({"forward"})), anatomy=anatomy)
-        for at in range(0, len(sequences), batch):
+        for at in progress.track("round-off", range(0, len(sequences), batch)):
             _run_batch(model, sequences[at : at + batch], probe, seeds, runs, blocks=blocks)
     return runs
 

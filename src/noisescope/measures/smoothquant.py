@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from noisescope import progress
 from noisescope.errors import InvalidInput, UnsupportedModel
 from noisescope.injection import Injection
 from noisescope.measures.divergence import kl_divergence
@@ -119,7 +120,7 @@ def smooth(
     smoothed = _in_float32(model)
     before = _logits(smoothed, batches[0])
     done = []
-    for fold in found:
+    for fold in progress.track("folds", found):
         largest, rows = inputs[fold.targets[0]]
         done.append(_fold(smoothed, fold, largest, rows, alpha))
     error = _moved(before, _logits(smoothed, batches[0]))
@@ -176,7 +177,7 @@ def _inputs(
         return unit.kind == MODULE and unit.module in names
 
     with evaluating(model), watch(model, on_call, where, anatomy=anatomy), torch.no_grad():
-        for ids in batches:
+        for ids in progress.track("calibration", batches):
             model(input_ids=ids, use_cache=False)
     return found
 
@@ -236,12 +237,12 @@ def rounded_kl(
     names = tuple(unit.module for unit in anatomy.units if is_planned(unit))
     found = []
     with ExitStack() as scopes, evaluating(model), evaluating(exact), torch.no_grad():
-        clean = [exact(input_ids=ids, use_cache=False).logits[:, :-1] for ids in batches]
+        clean = [exact(input_ids=ids, use_cache=False).logits[:, :-1] for ids in progress.track("exact", batches)]
         for tensor, fmt in (("weight", scheme.weight), ("input", scheme.activation)):
             if fmt is not None:
                 target = Injection(fmt, modules=names, operators={"linear"}, tensor=tensor, phases={"forward"})  # type: ignore[arg-type]
                 scopes.enter_context(inject(model, target, anatomy=anatomy))
-        for ids, logits in zip(batches, clean, strict=True):
+        for ids, logits in progress.track("rounded", zip(batches, clean, strict=True)):
             rounded = model(input_ids=ids, use_cache=False).logits[:, :-1]
             found.append(float(kl_divergence(logits.flatten(0, 1), rounded.flatten(0, 1)).double().mean()))
     return found

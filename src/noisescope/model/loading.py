@@ -21,6 +21,7 @@ from noisescope import demo
 from noisescope.errors import InvalidInput, MissingExtra, NoisescopeError, unknown
 from noisescope.model.anatomy import Anatomy, dissect
 from noisescope.model.foreign_files import GgufFacts, check_folder_files, gguf_facts
+from noisescope.model.transformers_import import import_transformers
 from noisescope.options.shared import ALLOWED, refuse_missing_path, uncached
 from noisescope.plain_text import one_line
 from noisescope.tables import Sheet, Tabular
@@ -104,6 +105,7 @@ def load(
     <Subject demo: LlamaForCausalLM (llama), 16 blocks>
     """
     wanted, where = _dtype(dtype), _device(device)
+    import_transformers()
     if str(source) == "demo" and dtype is None and where.type == "cpu":
         wanted = torch.float32  # stored in bfloat16 to be small; most CPUs are slow in it
     loading = {
@@ -177,6 +179,7 @@ def outline(
     A quantised checkpoint shows plain linears here, since quantisers replace them on loading (with a note).
     """
     wanted = _dtype(dtype)
+    import_transformers()
     if str(source).startswith("tiny:"):
         return _tiny(str(source), wanted, attn_implementation, torch.device("cpu"))
     checkpoint = _find(source, revision, trust_remote_code, weights=False)
@@ -264,7 +267,8 @@ def _cached(text: str, path: Path, revision: str | None) -> Path:
 def _check_folder(text: str, folder: Path, *, weights: bool) -> None:
     if (folder / "adapter_config.json").exists():
         raise InvalidInput(
-            f"{text} is a PEFT adapter, not a model: load base and adapter with peft, then noisescope.wrap(model)"
+            f"{text} is a PEFT adapter, not a model: merge it into its base first (in Python: "
+            "model.merge_and_unload().save_pretrained(folder)) and pass that folder"
         )
     if not (folder / "config.json").exists():
         found = next(iter(sorted(folder.glob("*.gguf"))), None)
@@ -376,7 +380,9 @@ def _device(device: str | torch.device) -> torch.device:
     try:
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
-        raise InvalidInput(f"device {str(device)!r} can't be used here: {_one_line(error)}") from error
+        raise InvalidInput(
+            f"device {str(device)!r} can't be used here: {_one_line(error)}. Leave --device out to take one that can"
+        ) from error
 
 
 @contextlib.contextmanager

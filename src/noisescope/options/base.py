@@ -17,6 +17,7 @@ from noisescope.options.fields import Option, options_of
 Naming = Callable[[str], str]  # an option's name -> how the user gave it: a keyword, a flag, a key of a file
 
 
+CHOSEN = ("device", "dtype", "effort", "samples")  # where a command line leaves them open, sensible ones are chosen
 WIDEN_TRUST = ("trust_remote_code", "address")  # only what is typed counts: no file of a run, no config file
 
 
@@ -50,6 +51,8 @@ class CommandOptions:
                 raise InvalidInput(f"{option.typed} is missing: {option.help} See noisescope {cls.command} --help")
             if option.command_default is not None and name not in values:
                 values[name] = option.command_default
+        if "left_open" in known:
+            values["left_open"] = tuple(name for name in CHOSEN if name in known and given.get(name) is None)
         return cls(**values, naming=lambda name: from_file.get(name) or known[name].typed)
 
     @classmethod

@@ -16,6 +16,7 @@ from noisescope.options.shared import (
     FileOptions,
     LoadingOptions,
     PrintingOptions,
+    ProgressOptions,
     SamplingOptions,
     Source,
     TableOptions,
@@ -80,11 +81,11 @@ class InspectOptions(PrintingOptions, TableOptions):
     )
     verbose: bool = command_option(False, "List every module with its operators.", short="-v")
     attn_implementation: str | None = option(None, "sdpa, eager ...", unit="NAME", default_text="the model's own")
-    dtype: str | None = changed(DeviceOptions, "dtype", surface="both")
+    dtype: str | None = changed(DeviceOptions, "dtype", surface="both", default_text="as stored")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecordOptions(SamplingOptions, LoadingOptions, FileOptions, PrintingOptions):
+class RecordOptions(SamplingOptions, LoadingOptions, FileOptions, ProgressOptions, PrintingOptions):
     command: ClassVar[str] = "record"
 
     output: Path = option(Path("noisescope.record"), "A new folder.", unit="DIR", short="-o")
@@ -94,6 +95,7 @@ class RecordOptions(SamplingOptions, LoadingOptions, FileOptions, PrintingOption
     inputs: bool = option(
         True, "With whole tensors: keep the inputs of modules too, for a replay.", negative="no-inputs"
     )
+    dtype: str | None = changed(DeviceOptions, "dtype", default_text="as stored")
     samples: int = changed(SamplingOptions, "samples", 32)
     max_tokens: int = changed(SamplingOptions, "max_tokens", 128)
     batch: int = option(16, "Prompts of one length in one forward.", least=1)
@@ -110,7 +112,7 @@ class RecordOptions(SamplingOptions, LoadingOptions, FileOptions, PrintingOption
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareOptions(SamplingOptions, CheckingOptions, PrintingOptions, TableOptions):
+class CompareOptions(SamplingOptions, CheckingOptions, ProgressOptions, PrintingOptions, TableOptions):
     command: ClassVar[str] = "compare"
 
     a: Path | Any = argument(
@@ -165,6 +167,7 @@ class CompareOptions(SamplingOptions, CheckingOptions, PrintingOptions, TableOpt
         return compared_kind(self.a) == compared_kind(self.b) == SYSTEMS
 
     def problems(self, named: Naming) -> Iterator[str]:
+        yield from super().problems(named)
         kind, other = compared_kind(self.a), compared_kind(self.b)
         if kind != other:
             yield (
@@ -187,10 +190,11 @@ class CompareOptions(SamplingOptions, CheckingOptions, PrintingOptions, TableOpt
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocateOptions(CheckingOptions, LoadingOptions, FileOptions, PrintingOptions, TableOptions):
+class LocateOptions(CheckingOptions, LoadingOptions, FileOptions, ProgressOptions, PrintingOptions, TableOptions):
     command: ClassVar[str] = "locate"
 
     method: str = option("auto", "How to look for the fault.", choices=LOCATE_METHODS)
+    dtype: str | None = changed(DeviceOptions, "dtype", default_text="as stored")
     simulate: str | None = changed(
         RecordOptions,
         "simulate",
@@ -333,10 +337,11 @@ class LocateOptions(CheckingOptions, LoadingOptions, FileOptions, PrintingOption
 
 
 @dataclass(frozen=True, kw_only=True)
-class PassportOptions(PrintingOptions):
+class PassportOptions(ProgressOptions, PrintingOptions):
     command: ClassVar[str] = "passport"
 
     device: str = changed(DeviceOptions, "device", surface="both")
+    left_open: tuple[str, ...] = changed(DeviceOptions, "left_open")
     quick: bool = option(False, "Fewer points, sizes and repeats.")
     output: Path | None = command_option(None, "Write the passport to this file.", short="-o")
     diff: Path | None = command_option(None, "Another passport: print how they differ.")

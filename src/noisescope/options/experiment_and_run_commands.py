@@ -23,13 +23,14 @@ from noisescope.options.shared import (
     ExecutionOptions,
     FileOptions,
     PrintingOptions,
+    ProgressOptions,
     SamplingOptions,
     TableOptions,
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class PhasesOptions(ExecutionOptions, FileOptions, PrintingOptions):
+class PhasesOptions(ExecutionOptions, FileOptions, ProgressOptions, PrintingOptions):
     command: ClassVar[str] = "experiment phases"
 
     arms: tuple[str, ...] = option(
@@ -63,6 +64,7 @@ class PhasesOptions(ExecutionOptions, FileOptions, PrintingOptions):
         ExecutionOptions, "workers", 1, help="Processes (several share one GPU), or workers with executor ray."
     )
     device: str = changed(DeviceOptions, "device", surface="both")
+    left_open: tuple[str, ...] = changed(DeviceOptions, "left_open")
     seconds: float | None = option(
         None, "Stop cleanly by then; the same command continues.", unit="S", above=0, default_text="no limit"
     )
@@ -124,7 +126,7 @@ class CheckRunOptions(FolderOptions, PrintingOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResumeOptions(FolderOptions):
+class ResumeOptions(FolderOptions, ProgressOptions):
     command: ClassVar[str] = "runs resume"
 
     trust_remote_code: bool = changed(

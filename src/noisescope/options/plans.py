@@ -22,6 +22,7 @@ from noisescope.options.fields import (
 from noisescope.options.shared import (
     CheckingOptions,
     PrintingOptions,
+    ProgressOptions,
     ReportModelOptions,
     ReportOptions,
     SamplingOptions,
@@ -66,7 +67,9 @@ class VerifyOptions(FormatOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrecisionOptions(VerifyOptions, BudgetOptions, ReportModelOptions, PrintingOptions, TableOptions):
+class PrecisionOptions(
+    VerifyOptions, BudgetOptions, ReportModelOptions, ProgressOptions, PrintingOptions, TableOptions
+):
     command: ClassVar[str] = "plan precision"
 
     verify: bool = option(False, "Carry the plan out on the model, and measure.")
@@ -74,12 +77,13 @@ class PrecisionOptions(VerifyOptions, BudgetOptions, ReportModelOptions, Printin
     output: Path | None = option(None, "With export: the file to write.", short="-o")
 
     def problems(self, named: Naming) -> Iterator[str]:
+        yield from super().problems(named)
         if (self.export is None) != (self.output is None):
             yield f"{named('export')} and {named('output')} belong together: the tool, and the file to write for it"
 
 
 @dataclass(frozen=True, kw_only=True)
-class KvCacheOptions(SamplingOptions, ReportModelOptions, PrintingOptions, TableOptions):
+class KvCacheOptions(SamplingOptions, ReportModelOptions, ProgressOptions, PrintingOptions, TableOptions):
     command: ClassVar[str] = "plan kv-cache"
 
     keep_layers: int | None = option(None, "Number of layers that keep 16 bits, the costliest.", least=0)
@@ -105,7 +109,7 @@ class KvCacheOptions(SamplingOptions, ReportModelOptions, PrintingOptions, Table
 
 
 @dataclass(frozen=True, kw_only=True)
-class SmoothquantOptions(SamplingOptions, ReportModelOptions, PrintingOptions, TableOptions):
+class SmoothquantOptions(SamplingOptions, ReportModelOptions, ProgressOptions, PrintingOptions, TableOptions):
     command: ClassVar[str] = "plan smoothquant"
 
     alpha: float | None = option(
@@ -132,7 +136,9 @@ class MigrationOptions(ReportOptions, PrintingOptions, TableOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FaultTestOptions(CheckingOptions, SamplingOptions, ReportModelOptions, PrintingOptions, TableOptions):
+class FaultTestOptions(
+    CheckingOptions, SamplingOptions, ReportModelOptions, ProgressOptions, PrintingOptions, TableOptions
+):
     command: ClassVar[str] = "plan fault-tests"
 
     run: bool = option(False, "Carry the tests out with the fault simulator.")
@@ -146,5 +152,6 @@ class FaultTestOptions(CheckingOptions, SamplingOptions, ReportModelOptions, Pri
     )
 
     def problems(self, named: Naming) -> Iterator[str]:
+        yield from super().problems(named)
         if self.junit is not None and not self.run:
             yield f"{named('junit')} holds the results of tests, and none are carried out: give {named('run')}, too"

@@ -32,6 +32,7 @@ from noisescope.options.shared import (
     LoadingOptions,
     MeasuringOptions,
     PrintingOptions,
+    ProgressOptions,
     SamplingOptions,
     ScoringOptions,
     Source,
@@ -41,17 +42,25 @@ from noisescope.options.shared import (
 )
 from noisescope.sites import CACHED, canonical_operator
 
+FITTING = "{}; on a CPU, what fits ten minutes"
+
 
 @dataclass(frozen=True, kw_only=True)
-class DiagnoseOptions(MeasuringOptions, ExecutionOptions, LoadingOptions, FileOptions, PrintingOptions, TableOptions):
+class DiagnoseOptions(
+    MeasuringOptions, ExecutionOptions, LoadingOptions, FileOptions, ProgressOptions, PrintingOptions, TableOptions
+):
     command: ClassVar[str] = "diagnose"
 
     level: tuple[str, ...] = option(
         LEVELS, "What to look at.", choices=LEVELS, words={"full": LEVELS}, aliases=("levels", "mode")
     )
     effort: str = option(
-        "standard", "screen predicts, standard injects where it matters, full injects everywhere.", choices=EFFORTS
+        "standard",
+        "screen predicts, standard injects where it matters, full injects everywhere.",
+        choices=EFFORTS,
+        default_text=FITTING.format("standard"),
     )
+    samples: int = changed(SamplingOptions, "samples", default_text=FITTING.format(100))
     noise_scale: float = option(0.05, "Relative size of the Gaussian noise; 0 is refused.", unit="S", check=noise_scale)
     perturbation: Any = option(
         GAUSSIAN,
@@ -98,7 +107,7 @@ class DiagnoseOptions(MeasuringOptions, ExecutionOptions, LoadingOptions, FileOp
         False,
         "Write outputs of the linears that feed the residual stream, on the calibration data, to OUTPUT/activations.",
     )
-    dry_run: bool = command_option(False, "Print trials, forwards, time and memory, and stop.")
+    dry_run: bool = command_option(False, "Time one sample, print trials, forwards, time and memory, and stop.")
 
     @property
     def format_on(self) -> str | None:
@@ -137,7 +146,9 @@ class DiagnoseOptions(MeasuringOptions, ExecutionOptions, LoadingOptions, FileOp
 
 
 @dataclass(frozen=True, kw_only=True)
-class RobustnessOptions(ScoringOptions, ExecutionOptions, LoadingOptions, FileOptions, PrintingOptions, TableOptions):
+class RobustnessOptions(
+    ScoringOptions, ExecutionOptions, LoadingOptions, FileOptions, ProgressOptions, PrintingOptions, TableOptions
+):
     command: ClassVar[str] = "robustness"
 
     noise_levels: tuple[float, ...] = option((0.0, 0.05, 0.10), "Noise scales; 0 is the clean model.", least=0)
@@ -152,15 +163,25 @@ class RobustnessOptions(ScoringOptions, ExecutionOptions, LoadingOptions, FileOp
     generate: bool | None = changed(
         ScoringOptions, "generate", None, default_text="on where the data has answers", negative="no-generate"
     )
+    samples: int = changed(SamplingOptions, "samples", default_text=FITTING.format(100))
+    dry_run: bool = changed(DiagnoseOptions, "dry_run")
 
     def problems(self, named: Naming) -> Iterator[str]:
+        yield from super().problems(named)
         if not any(self.noise_levels):
             yield f"{named('noise_levels')} must hold a noise level above 0, such as 0,0.05,0.10; got 0"
 
 
 @dataclass(frozen=True, kw_only=True)
 class GateOptions(
-    CheckingOptions, SamplingOptions, ExecutionOptions, LoadingOptions, FileOptions, PrintingOptions, TableOptions
+    CheckingOptions,
+    SamplingOptions,
+    ExecutionOptions,
+    LoadingOptions,
+    FileOptions,
+    ProgressOptions,
+    PrintingOptions,
+    TableOptions,
 ):
     command: ClassVar[str] = "gate"
 
@@ -207,7 +228,7 @@ class GateBaselineOptions(ScoringOptions, ExecutionOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DemoOptions(PrintingOptions):
+class DemoOptions(ProgressOptions, PrintingOptions):
     command: ClassVar[str] = "demo"
 
     output: Path = changed(ExecutionOptions, "output", Path("noisescope-demo"), default_text="")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from noisescope.errors import InvalidInput, unknown
 from noisescope.injection import checked_scale
-from noisescope.options.base import CommandOptions
+from noisescope.options.base import CommandOptions, Naming
 from noisescope.options.fields import (
     DEVICES,
     DTYPES,
@@ -73,6 +73,19 @@ def _hub_cache() -> Path:
     return Path(os.environ.get("HF_HOME") or Path(cache) / "huggingface").expanduser() / "hub"
 
 
+@dataclass(frozen=True)
+class DataFile:
+    """A data file whose fields have names of their own."""
+
+    path: Path
+    prompt_field: str
+    answer_field: str | None = None
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+
+DTYPE_DEFAULT = "as stored; float32 on a CPU that is slow in 16 bits"
 Source = Path | Any | None  # a file; from Python also a DataSet or tokenised batches
 
 
@@ -119,6 +132,14 @@ class TableOptions(CommandOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProgressOptions(CommandOptions):
+    """Of commands that may run for more than a few seconds."""
+
+    quiet: bool = command_option(False, "Show no progress and no chosen settings: results and errors only.", short="-q")
+    verbose: bool = command_option(False, "Show what each phase took.", short="-v")
+
+
+@dataclass(frozen=True, kw_only=True)
 class FileOptions(CommandOptions):
     config: Path | None = command_option(
         None,
@@ -136,15 +157,22 @@ class CheckingOptions(CommandOptions):
 class DeviceOptions(CommandOptions):
     title: ClassVar[str] = "Model loading"
 
-    device: str = command_option("cpu", "Any torch device: cpu, cuda, cuda:1 ...", unit="D", check=device_name)
+    device: str = command_option(
+        "cpu",
+        "Any torch device: cpu, cuda, cuda:1 ...",
+        unit="D",
+        check=device_name,
+        default_text="cuda where there is one, else cpu",
+    )
     device_map: str | None = command_option(
         None, "accelerate's device map, such as auto, for a model larger than a device.", unit="M"
     )
     dtype: str | None = command_option(
-        None, "Number format of the weights.", unit="T", choices=DTYPES, default_text="as stored"
+        None, "Number format of the weights.", unit="T", choices=DTYPES, default_text=DTYPE_DEFAULT
     )
     revision: str | None = command_option(None, "Version of a hub id.", unit="R")
     trust_remote_code: bool = command_option(False, "Run Python code that comes with the model.", stored=False)
+    left_open: tuple[str, ...] = option((), "What the command line left open, to be chosen.", surface="none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,15 +208,32 @@ class SamplingOptions(CommandOptions):
 
     data: Source = option(
         None,
-        "JSONL, JSON, CSV or Parquet file.",
+        "JSONL, JSON, CSV, Parquet or text file. A text file is split at blank lines, or at every line if it has none.",
         python="Or a DataSet, or tokenised batches.",
         default_text="the demo's own, else built-in text",
         exists="file",
         open=True,
         aliases=("test_data",),
     )
+    prompt_field: str | None = option(
+        None, "The field of the data that holds the prompt, or without an answer field the text.", unit="NAME"
+    )
+    answer_field: str | None = option(None, "The field of the data that holds the answer.", unit="NAME")
     samples: int = option(100, "Number of samples: the first N of the data.", least=1, aliases=("n_samples",))
     max_tokens: int = option(256, "Longer samples are cut, and the report counts them.", least=1)
+
+    def problems(self, named: Naming) -> Iterator[str]:
+        if self.answer_field is not None and self.prompt_field is None:
+            yield f"{named('answer_field')} needs {named('prompt_field')}: a prompt goes with every answer"
+
+    def source(self, default: Source = None) -> Source:
+        """The data, else `default`, with the names of its fields where these were given."""
+        data = default if self.data is None else self.data
+        if self.prompt_field is None:
+            return data
+        if not isinstance(data, (str, Path)):
+            raise InvalidInput("a prompt field names a field of a file: give the file as data (--data)")
+        return DataFile(Path(data).expanduser(), self.prompt_field, self.answer_field)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from noisescope import __version__
+from noisescope import __version__, progress
 from noisescope.errors import InvalidInput
 from noisescope.passports.diff import KIND, SCHEMA_VERSION
 from noisescope.passports.probe_functions import attention, elementwise, functions
@@ -53,17 +53,22 @@ def take_passport(device: str | torch.device = "cpu", *, quick: bool = False) ->
 def examine(operations: Operations, *, quick: bool = False) -> dict[str, Any]:
     """Run every probe on every dtype; a dtype that the device lacks has only `skipped`, the reason."""
     found: dict[str, Any] = {}
-    for dtype in DTYPES:
-        name = str(dtype).removeprefix("torch.")
-        lacking = _lacking(dtype, operations.device)
-        found[name] = {"skipped": lacking} if lacking else _examine_dtype(operations, dtype, quick)
-    for mode, call in operations.scaled.items():
-        found[SHORT_DTYPES[mode]] = _examine_short(call, operations.device, quick)
+    names = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
+    steps = len(operations.products) + 3  # of a dtype: its products, element by element, functions, attention
+    short = [SHORT_DTYPES[mode] for mode in operations.scaled]
+    with progress.plan(*(progress.Phase(name, steps) for name in names), *map(progress.Phase, short)):
+        for name, dtype in zip(names, DTYPES, strict=True):
+            lacking = _lacking(dtype, operations.device)
+            progress.begin(name, steps)
+            found[name] = {"skipped": lacking} if lacking else _examine_dtype(operations, dtype, quick)
+        for name, call in zip(short, operations.scaled.values(), strict=True):
+            progress.begin(name)
+            found[name] = _examine_short(call, operations.device, quick)
     return found
 
 
 def _examine_dtype(operations: Operations, dtype: torch.dtype, quick: bool) -> dict[str, Any]:
-    device = operations.device
+    device, phase = operations.device, str(dtype).removeprefix("torch.")
     found: dict[str, Any] = {"products": {}}
     for name, call in operations.products.items():
         product = Product(call, dtype, device)
@@ -71,8 +76,11 @@ def _examine_dtype(operations: Operations, dtype: torch.dtype, quick: bool) -> d
         if name == "matmul" and "skipped" not in lines:
             lines |= batched(product)
         found["products"][name] = lines
+        progress.step(phase)
     found["elementwise"] = elementwise(operations.elementwise, dtype, device)
+    progress.step(phase)
     found["functions"] = functions(operations.functions, dtype, device, quick=quick)
+    progress.step(phase)
     found["attention"] = attention(operations.attention, dtype, device)
     return found
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 
@@ -310,6 +310,7 @@ class Verification:
     """Plans by name as injections (None: nothing is rounded); a diagnosis of KL and score under each."""
 
     injections: Mapping[str, Injection | None]
+    phase: ClassVar[str] = "precision plans"
 
     def propose(self, frame: StudyContext, results: Results) -> list[Trial]:
         asked = dict.fromkeys([None, *self.injections.values()])

@@ -24,6 +24,7 @@ from noisescope.reports.words import (
     band,
     band_of,
     capitalised,
+    described,
     estimate,
     metric_name,
     percent,
@@ -67,7 +68,7 @@ def recommendations(report: DiagnosisReport) -> Iterable[Section]:
 
 
 def robustness(found: RobustnessCurve, name: str) -> Section:
-    metric, share = metric_name(name), name in SHARES
+    metric, share, shown = metric_name(name), name in SHARES, described(name)
     rows = (
         (
             Cell(f"{row.noise_level:g}", row.noise_level),
@@ -82,9 +83,9 @@ def robustness(found: RobustnessCurve, name: str) -> Section:
         for row in found.levels
         if (score := row.accuracy) is not None and score.value is not None
     )
-    head = ("noise level", metric, f"retention (share of the clean {metric})", "band of the loss")
+    head = ("noise level", shown, f"retention (share of the clean {metric})", "band of the loss")
     blocks: tuple[Block, ...] = (
-        Curve("robustness-curve", f"{capitalised(metric)} under noise", "noise level", metric, points),
+        Curve("robustness-curve", f"{capitalised(shown)} under noise", "noise level", shown, points),
         folded(table("robustness", head, rows, "Noise levels"), "level"),
     )
     return Section("robustness", f"Robustness (noise on {', '.join(found.operators)})", blocks)

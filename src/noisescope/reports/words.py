@@ -22,6 +22,7 @@ _TONES = {
 ONE_SIDED = "upper end uncorrected"  # of an interval corrected for selection: picking the largest can only inflate it
 SHARES = ("accuracy", "next_token_accuracy", "agreement")
 METRICS = {
+    "perplexity": "perplexity",
     "kl": "divergence from the clean model (KL, nats per token)",
     "nll": "loss of the clean model (nats per token)",
     "margin": "margin of the best token (logits)",

@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from noisescope import progress
 from noisescope.atomic_write import write_file
 from noisescope.comparison.records import DESCRIPTION, FORMAT, VERSION, is_unfinished, prompts_digest
 from noisescope.errors import InvalidInput, NothingInjected
@@ -258,8 +259,9 @@ def write_batches(
     batches: list[dict[str, Any]] = []
     files: list[Future[list[dict[str, Any]]]] = []
     notes: set[str] = set()
-    with ThreadPoolExecutor(1) as disk:
-        for first, count in _batches(ordered, batch):
+    parts = list(_batches(ordered, batch))
+    with ThreadPoolExecutor(1) as disk, progress.plan(progress.Phase("batches", len(parts))):
+        for first, count in progress.track("batches", parts):
             ids = torch.tensor(ordered[first : first + count])
             recording = Recording(ids.shape, first, detail, target / f"{len(batches):04d}")
             tensors = recording.finish(run(ids, recording))

@@ -287,9 +287,10 @@ def _out_of_memory(error: Exception) -> bool:
 
 
 class Progress(Protocol):
-    """Called at the start of every wave and at the end of every trial."""
+    """Called at the start of every wave, and at the start and end of every trial."""
 
     def wave(self, trials: int) -> None: ...
+    def start(self, trial: Trial) -> None: ...
     def step(self, trial: Trial, result: Result, seconds: float) -> None: ...
 
 
@@ -297,6 +298,7 @@ class NoProgress:
     """A Progress that shows nothing."""
 
     def wave(self, trials: int) -> None: ...
+    def start(self, trial: Trial) -> None: ...
     def step(self, trial: Trial, result: Result, seconds: float) -> None: ...
 
 
@@ -326,6 +328,7 @@ class LocalExecutor:
         behind = 0 if self.runner.device.type == "cpu" else 1
         for trial in sorted(trials, key=lambda trial: (trial.slice.data, trial.slice.start)):  # stable within a slice
             started = time.perf_counter()
+            progress.start(trial)
             waiting.append(functools.partial(_store, trial, self.runner.begin(trial), started, store, progress))
             if len(waiting) > behind:  # an accelerator works on this trial while the last one is put away
                 waiting.popleft()()
