@@ -71,7 +71,7 @@ def test_the_verdict_names_the_backward_apart():
     """In the headline, in what ran, in the picture, in the limits and in JSON."""
     model = tiny_model("llama", layers=1)
     verdict = ns.locate(model, quick=True, state=False, backward=True)
-    assert verdict.headline.startswith("healthy: no fault found in prefill (2 x 32) and backward; ")
+    assert verdict.headline.startswith("healthy: no fault in prefill (2 x 32) and backward; ")
     assert "in backward 100 % of modules and 100 % of parameters judged" in verdict.headline
     lines = list(verdict_lines(verdict))
     assert "  backward 2 x 32 tokens, 2 micro-batches" in lines

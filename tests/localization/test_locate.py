@@ -101,7 +101,7 @@ def test_what_no_method_can_judge_stays_undecided():
     assert verdict.verdict == "undecided"
     assert [each.module_class for each in verdict.coverage.not_judged] == ["Locked"]
     assert verdict.coverage.modules.share < 0.95
-    assert verdict.headline.startswith("no fault found in the 91 % that was checked")
+    assert verdict.headline.startswith("no fault in the 91 % that was judged")
 
 
 def test_relations_are_a_method_of_their_own():

@@ -288,9 +288,28 @@ def test_locate_with_and_without_state(folder: Path) -> None:
     subject = ns.load(folder)
     healthy = ns.locate(subject, quick=True)
     assert healthy.verdict == "healthy" and "39 tensors with the checkpoint" in healthy.coverage.state
-    assert any(note.startswith("state: ") for note in healthy.notes)
+    assert any("weights, buffers and config took" in note for note in healthy.notes)
     flip(subject.model)
     verdict = ns.locate(subject, quick=True)
     assert verdict.verdict == "faulty" and "up_proj" in verdict.headline and "stuck bit" in verdict.headline
     alone = ns.locate(subject, quick=True, state=False)
     assert alone.verdict == "healthy" and not alone.coverage.state
+
+
+def test_a_class_of_ones_own_is_named_in_the_headline():
+    """It can only be checked against its own code, so the sentence that people act on says so."""
+
+    class Own(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Tensor) -> Tensor:
+            return 1.01 * self.inner(x)
+
+    model = tiny_model("llama", layers=2)
+    assert "own code" not in ns.locate(ns.wrap(model), quick=True).headline
+    model.model.norm = Own(model.model.norm)
+    verdict = ns.locate(ns.wrap(model), quick=True)
+    assert verdict.coverage.own_code == ("Own at model.norm",)
+    assert verdict.verdict == "healthy" and verdict.headline.endswith("against its own code only: Own at model.norm")

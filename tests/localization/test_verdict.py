@@ -22,20 +22,20 @@ def suspect(**facts: object) -> Suspect:
 
 def test_healthy_names_phases_and_shares() -> None:
     assert Verdict("healthy", "audit", coverage=coverage(0.993)).headline == (
-        "healthy: no fault found in prefill (2 x 32) and decode; 99 % of modules, 100 % of parameters and 100 % of "
-        "multiply-adds checked"
+        "healthy: no fault in prefill (2 x 32) and decode; 99 % of modules, 100 % of parameters and 100 % of "
+        "multiply-adds judged"
     )
 
 
 @pytest.mark.parametrize("verdict", ["healthy", "undecided"])
 def test_below_95_percent_nothing_is_called_healthy(verdict: str) -> None:
     said = Verdict(verdict, "audit", coverage=coverage(0.81)).headline
-    assert said.startswith("no fault found in the 81 % that was checked (81 % of modules") and "healthy" not in said
+    assert said.startswith("no fault in the 81 % that was judged (81 % of modules") and "healthy" not in said
 
 
 def test_a_method_without_coverage_says_so() -> None:
     said = Verdict("healthy", "relations", checked=55).headline
-    assert said == "healthy: no fault found in 55 checks (relations); this method does not measure coverage"
+    assert said == "healthy: no fault in 55 checks (relations); this method does not measure coverage"
 
 
 def test_faulty_names_the_first_suspect() -> None:
@@ -51,7 +51,7 @@ def test_faulty_names_the_first_suspect() -> None:
 
 def test_undecided_says_why() -> None:
     unseen = Verdict("undecided", "audit", unseen=(SITE, SITE), coverage=coverage(0.0))
-    assert unseen.headline == f"undecided: {SITE} and 1 more could not be checked"
+    assert unseen.headline == f"undecided: {SITE} and 1 more could not be judged"
     assert Verdict("undecided", "audit", notes=("all is NaN",)).headline == "undecided: all is NaN"
     assert Verdict("undecided", "scans", (suspect(),)).headline.endswith("gain is possible, but not certain")
     assert Verdict("undecided", "audit").headline == "undecided: the evidence is not sufficient"

@@ -71,8 +71,9 @@ def compare_devices(options: CompareOptions) -> None:
     noisescope compare gpu_dump/step0/rank0 npu_dump/step0/rank0        dumps of msprobe
     noisescope compare rollout.jsonl trainer.jsonl --roundoff out       log-probabilities of the same tokens
 
-    Says whether they differ by round-off only, else the first operator at which they diverge. Exit code 1 where
-    --max-mape is exceeded, 3 where no site decides; records of other prompts are refused with code 2.
+    Says whether they differ by round-off only, else the first operator at which they diverge. Exit code 1 if
+    they diverge (with --max-mape: if that limit is exceeded), 3 if no site decides; records of other prompts are
+    refused with code 2.
 
     Of log-probability files (OpenAI-style, vLLM, TRL, verl, NeMo-RL) it names causes, each in nats: misalignment,
     truncation, temperature, top-p or top-k, missing values, growth with position or step, duplicated or reordered

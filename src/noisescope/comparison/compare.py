@@ -74,8 +74,8 @@ class Comparison(Tabular):
 
     @property
     def outcome(self) -> CheckVerdict:
-        """ "fail" if the limit is exceeded, "undecided" if no site decides, else "pass"."""
-        if self.passed is False:
+        """ "fail" if `max_mape` is exceeded or, without that limit, the devices diverged; "undecided" or "pass" else."""
+        if self.passed is False or (self.max_mape is None and self.verdict == "diverged"):
             return FAIL
         return UNDECIDED if self.verdict == "undecided" or (self.max_mape is not None and not self.passed) else PASS
 
@@ -96,10 +96,8 @@ class Comparison(Tabular):
         found = members(parse_json(read_text(file, COMPARISON), file, COMPARISON), file, COMPARISON)
         version = found.get("schema_version")
         if version != SCHEMA_VERSION:
-            raise InvalidInput(
-                f"{path} has schema version {shown(version)}; this noisescope reads comparisons of version "
-                f"{SCHEMA_VERSION}: compare the records again"
-            )
+            came = f"{path} has schema version {shown(version)}; this noisescope reads"
+            raise InvalidInput(f"{came} comparisons of version {SCHEMA_VERSION}: compare the records again")
         return fitting(cls, found, file, COMPARISON)
 
 

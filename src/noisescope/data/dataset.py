@@ -100,7 +100,6 @@ def built_in() -> DataSet:
 def read_data(source: str | Path | DataFile, *, limit: int | None = None) -> DataSet:
     """The items of a file, at most `limit` of them. The file's suffix decides its format.
 
-    >>> import noisescope as ns
     >>> from noisescope.demo import test_file
     >>> data = ns.read_data(test_file(), limit=3)
     >>> len(data.items), data.kind

@@ -146,6 +146,7 @@ def compare_attributes(model: nn.Module, fresh: nn.Module) -> Compared:
     running = {name for each in classes for name in _set_while_running(each)}
     faults: list[StateFault] = []
     own: Counter[str] = Counter()  # classes that the config does not give
+    own_code: list[str] = []
     compared = 0
     for path, module in model.named_modules():
         other = others.get(path.replace(ADAPTED, ""))
@@ -155,6 +156,7 @@ def compare_attributes(model: nn.Module, fresh: nn.Module) -> Compared:
         if type(module) is not type(other):
             faults += _activation_fault(path, module, other)
             own[f"{type(module).__name__} in place of {type(other).__name__}"] += 1
+            own_code.append(f"{type(module).__name__} at {path}")
             continue
         here, there = plain_attributes(module), plain_attributes(other)
         common = (here.keys() & there.keys()) - running
@@ -167,7 +169,7 @@ def compare_attributes(model: nn.Module, fresh: nn.Module) -> Compared:
     notes = [
         f"{words} in {count} modules: checked against its own code, not the config's" for words, count in own.items()
     ]
-    return Compared((*faults, *_untied(model, fresh)), compared, notes=tuple(notes))
+    return Compared((*faults, *_untied(model, fresh)), compared, notes=tuple(notes), own_code=tuple(own_code))
 
 
 def _functions_for_modules(path: str, module: nn.Module, other: nn.Module) -> Iterator[StateFault]:

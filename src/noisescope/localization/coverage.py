@@ -111,6 +111,7 @@ class Coverage:
     not_judged: tuple[NotJudged, ...] = ()
     cells: tuple[Cell, ...] = ()
     resolution: tuple[Resolution, ...] = ()  # how small an error of each class of modules was judged
+    own_code: tuple[str, ...] = ()  # modules of a class that the config does not give, checked against their own code
     state: str = ""  # what was compared in the model's memory, and what was not
     backward: BackwardCoverage | None = None  # where gradients were audited
     repeated: int = 1  # forwards of the same input, each of which an intermittent fault could have hit
@@ -142,6 +143,14 @@ class Coverage:
         return found if self.backward is None else f"{found}, {self.backward}"
 
     @property
+    def exceptions(self) -> str:
+        """For the end of a headline: modules whose own code is all they could be checked against."""
+        if not self.own_code:
+            return ""
+        more = f" and {len(self.own_code) - 1} more" if len(self.own_code) > 1 else ""
+        return f"; not of the config's class, checked against its own code only: {self.own_code[0]}{more}"
+
+    @property
     def ran(self) -> str:
         """Phases and shapes in a few words: "prefill (2 x 32, 1 x 1, 2 x 17 and 4 more shapes) and decode"."""
         prefill = [_shape(phase) for phase in self.phases if phase.kind == "prefill"]
@@ -165,6 +174,7 @@ class Coverage:
                 for each in self.cells
             ],
             "resolution": [row.to_dict() for row in self.resolution],
+            "own_code": list(self.own_code),
             "state": self.state,
             "backward": None if self.backward is None else self.backward.to_dict(),
             "excluded_rate_per_forward": self.excluded_rate,

@@ -44,6 +44,7 @@ class StateReport:
     notes: tuple[str, ...] = ()
     seconds: float = 0.0
     compared: int = 0  # tensors, buffers and attributes
+    own_code: tuple[str, ...] = ()  # modules of a class that the config does not give, checked against their own code
 
 
 def check_state(subject: Subject | nn.Module) -> StateReport:
@@ -112,7 +113,7 @@ def with_state(found: Verdict, report: StateReport) -> Verdict:
         suspects=ranked((*report.suspects, *found.suspects)),
         checked=found.checked + report.compared,
         notes=(*found.notes, *notes),
-        coverage=dataclasses.replace(found.coverage, state=report.words),
+        coverage=dataclasses.replace(found.coverage, state=report.words, own_code=report.own_code),
     )
 
 
@@ -205,7 +206,9 @@ def _report(model: nn.Module, anatomy: Anatomy, parts: dict[str, Compared], seco
     reasons = Counter(reason for part in parts.values() for _, reason in part.not_compared)
     left = ", ".join(f"{count} ({reason})" for reason, count in reasons.items())
     words = f"compared: {words or 'nothing'}" + (f"; not compared: {left}" if left else "")
-    return StateReport(suspects, doubtful, words, tuple(notes), seconds, sum(part.compared for part in parts.values()))
+    compared = sum(part.compared for part in parts.values())
+    own_code = tuple(module for part in parts.values() for module in part.own_code)
+    return StateReport(suspects, doubtful, words, tuple(notes), seconds, compared, own_code)
 
 
 def _sites(model: nn.Module, anatomy: Anatomy) -> dict[str, Site]:

@@ -26,3 +26,4 @@ class Compared:
     compared: int = 0
     not_compared: tuple[tuple[str, str], ...] = ()  # (name, reason)
     notes: tuple[str, ...] = ()
+    own_code: tuple[str, ...] = ()  # modules of a class that the config does not give

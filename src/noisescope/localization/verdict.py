@@ -121,15 +121,12 @@ class Verdict(Tabular):
         if self.verdict == "faulty":
             return f"faulty: {self._blamed()}"
         if self.verdict == "healthy" and not coverage.measured:
-            return (
-                f"healthy: no fault found in {self.checked} checks ({self.method}); this method does not measure "
-                f"coverage"
-            )
+            return f"healthy: no fault in {self.checked} checks ({self.method}); this method does not measure coverage"
         if self.verdict == "healthy" and coverage.enough:
-            return f"healthy: no fault found in {coverage.ran}; {coverage.shares} checked"
+            return f"healthy: no fault in {coverage.ran}; {coverage.shares} judged{coverage.exceptions}"
         if coverage.measured and not coverage.enough and coverage.smallest_share > 0 and not self.suspects:
             judged = percent(coverage.smallest_share)
-            return f"no fault found in the {judged} that was checked ({coverage.shares}), in {coverage.ran}"
+            return f"no fault in the {judged} that was judged ({coverage.shares}), in {coverage.ran}"
         return f"undecided: {self._open()}"
 
     def _blamed(self) -> str:
@@ -144,7 +141,7 @@ class Verdict(Tabular):
         """Why nothing could be decided."""
         if self.unseen:
             more = f" and {len(self.unseen) - 1} more" if len(self.unseen) > 1 else ""
-            return f"{self.unseen[0]}{more} could not be checked"
+            return f"{self.unseen[0]}{more} could not be judged"
         if self.suspects:
             return f"{self._blamed()} is possible, but not certain"
         if self.coverage.measured and not self.coverage.enough:

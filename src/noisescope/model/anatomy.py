@@ -127,9 +127,8 @@ def dissect(model: nn.Module, *, require_blocks: bool = True) -> Anatomy:
     if not blocks:
         if require_blocks:
             raise UnsupportedModel(
-                f"{type(model).__name__} has no transformer blocks: noisescope looks for an nn.ModuleList whose "
-                f"members each contain an attention module or at least two linears. Pass the model that contains "
-                f"that list."
+                f"{type(model).__name__} has no transformer blocks, an nn.ModuleList whose members each contain an "
+                "attention module or at least two linears. Pass the model that contains that list."
             )
         blocks = [""]
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -161,9 +160,7 @@ def dissect(model: nn.Module, *, require_blocks: bool = True) -> Anatomy:
             convolutions.append(name)
     if convolutions:
         more = f" and {len(convolutions) - 1} more" if len(convolutions) > 1 else ""
-        notes.append(
-            f"{convolutions[0]}{more}: convolutions are not among noisescope's operators and are left unchanged"
-        )
+        notes.append(f"{convolutions[0]}{more}: convolutions are not noisescope operators and are left unchanged")
     for name, index in index_of.items():
         units.append(Unit(name, MODULE, index, "", ("residual",)))
         units.extend(_loose_calls(name, modules[name], index, units))
@@ -357,11 +354,8 @@ def _block_of(name: str, place_of: dict[str, int]) -> int | None:
     if "" in place_of:
         return place_of[""]
     parts = name.split(".")
-    for length in range(1, len(parts) + 1):
-        prefix = ".".join(parts[:length])
-        if prefix in place_of:
-            return place_of[prefix]
-    return None
+    prefixes = (".".join(parts[:length]) for length in range(1, len(parts) + 1))
+    return next((place_of[prefix] for prefix in prefixes if prefix in place_of), None)
 
 
 def _outer_place(name: str, module: nn.Module, head: tuple[set[str], str]) -> Place:
@@ -392,8 +386,7 @@ def _head_names(model: nn.Module) -> tuple[set[str], str]:
 
 
 def _architecture(model: nn.Module) -> str:
-    config = getattr(model, "config", None)
-    kind = getattr(config, "model_type", None)
+    kind = getattr(getattr(model, "config", None), "model_type", None)
     return f"{type(model).__name__} ({kind})" if kind else type(model).__name__
 
 
@@ -401,8 +394,7 @@ def _refuse_serving_engine(model: object) -> None:
     package = type(model).__module__.partition(".")[0]
     if package in _SERVING_ENGINES:
         raise UnsupportedModel(
-            f"{type(model).__name__} is a {_SERVING_ENGINES[package]} object: its fused kernels run in other "
-            f"processes, where noisescope can't inject anything. Load the same checkpoint with transformers "
-            f"(noisescope.load) instead; "
-            "`noisescope compare transformers:MODEL vllm:MODEL` shows how vLLM differs from it."
+            f"{type(model).__name__} is a {_SERVING_ENGINES[package]} object: its fused kernels run in other processes, "
+            "where noisescope can't inject anything. Load the same checkpoint with transformers (noisescope.load) "
+            "instead; `noisescope compare transformers:MODEL vllm:MODEL` shows how vLLM differs from it."
         )

@@ -96,11 +96,9 @@ def load(
     next to its config.json, `demo` (the small trained model in the package, noisescope.demo; a folder of that name is
     `./demo`), or `tiny:llama` and similar (noisescope.testing). `dtype` defaults to the stored one. `device` is any
     torch device; with a `device_map`, accelerate places the model instead. The class is the one the checkpoint names,
-    else a causal language model.
+    else a causal language model. The weights of a GGUF file are dequantised on loading, so noise applies to the
+    arithmetic of the dequantised model.
 
-    The weights of a GGUF file are dequantised on loading, so noise applies to the arithmetic of the dequantised model.
-
-    >>> import noisescope as ns
     >>> ns.load("demo")
     <Subject demo: LlamaForCausalLM (llama), 16 blocks>
     """
@@ -159,7 +157,6 @@ def load(
 def wrap(model: nn.Module, tokenizer: Any = None) -> Subject:
     """Wrap a model you already have, unchanged: mode, device and wrappers stay.
 
-    >>> import noisescope as ns
     >>> ns.wrap(ns.load("tiny:llama").model).anatomy.blocks
     ('model.layers.0', 'model.layers.1')
     """
