@@ -109,7 +109,7 @@ def test_sketches_rank_tokens_without_sizes(tmp_path: Path) -> None:
     with ns.faulty(subject.model, "gain:0.2@7/linear/down_proj"):
         ns.record(subject, None, bad, samples=4)
     call("record", "demo", "-o", tmp_path / "good.record", "--samples", 4)
-    output = call("compare", tmp_path / "good.record", bad).output
+    output = call("compare", tmp_path / "good.record", bad, code=1).output
     assert "tokens that differ most, by sketch (sizes need full detail):" in output
     assert not any("relative L2" in line for line in output.splitlines() if line.startswith("  token"))
 
@@ -167,7 +167,9 @@ def test_costs_come_from_a_diagnosis(records: Path, tmp_path: Path) -> None:
     """The report of the same model: what to fix first, and what each layer can afford."""
     call("diagnose", "demo", "--samples", 4, "--effort", "screen", "--level", "operator,layer", "-o", tmp_path / "out")
     pair = (records / "good.record", records / "bad.record")
-    output = call("compare", *pair, "--sensitivity", tmp_path / "out" / "report.json", "--affordable", 1e-5).output
+    output = call(
+        "compare", *pair, "--sensitivity", tmp_path / "out" / "report.json", "--affordable", 1e-5, code=1
+    ).output
     assert "nats (relative L2" in output and "layer  affordable" in output
     assert "), predicted" in output or "), injected, not linear there" in output
     assert "no report" in call("compare", *pair, "--sensitivity", tmp_path / "none.json", code=2).output

@@ -74,7 +74,7 @@ class Comparison(Tabular):
 
     @property
     def outcome(self) -> CheckVerdict:
-        """ "fail" if `max_mape` is exceeded or, without that limit, the devices diverged; "undecided" or "pass" else."""
+        """ "fail" if `max_mape` is exceeded or, without that limit, the two diverged; else "undecided" or "pass"."""
         if self.passed is False or (self.max_mape is None and self.verdict == "diverged"):
             return FAIL
         return UNDECIDED if self.verdict == "undecided" or (self.max_mape is not None and not self.passed) else PASS

@@ -125,7 +125,7 @@ def _mend_state(run: _Run, mended: Mended) -> tuple[str, ...]:
         mended.mend(run.a, run.b, cause)
         after = run.measure()
         where = (*cause.tensors, *cause.settings)
-        if after == run.gap and cause.settings or cause.name == "cast" and _unchanged(run.gap, after):
+        if (after == run.gap and cause.settings) or (cause.name == "cast" and _unchanged(run.gap, after)):
             notes.append(f"{cause.words}: no effect here")
             continue
         run.causes.append(Cause("state", cause.name, cause.words, *removed(run.gap, after), where, cause.layers))
