@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from noisescope import __version__
+from noisescope.api.data_files import unfinished
 from noisescope.atomic_write import folder_inside
 from noisescope.atomic_write import write_file as write_file
 from noisescope.diagnosis.changes import compare_runs
@@ -142,7 +143,7 @@ def stored_report(run: Path) -> Json:
         return None
     found: Json = _stored(run, "report")
     if found is None and not (run / "report.json").exists():
-        raise InvalidInput(f"the run in {run} is not finished, so there is no report yet: noisescope runs resume {run}")
+        raise InvalidInput(unfinished(run))
     return found
 
 
