@@ -63,8 +63,8 @@ def test_fault_tests(rows: list[str], wanted: tuple[int, int], tmp_path: Path, m
     monkeypatch.setattr("noisescope.api.reports.load_report", lambda path: SimpleNamespace(diagnosis=None))
     monkeypatch.setattr("noisescope.api.plan.as_report", lambda report: report)
     monkeypatch.setattr("noisescope.api.plan.generate", lambda report: [])
-    for step in ("cli.command_builder.show_named_model", "api.preparation.load_report_subject"):
-        monkeypatch.setattr(f"noisescope.{step}", lambda report, options: None)
+    loaded = "noisescope.cli.command_builder.load_reported_model"
+    monkeypatch.setattr(loaded, lambda report, options: (None, options))
     results = [FaultTestResult("t", "t", row, "m", (), None) for row in rows]  # type: ignore[arg-type]
     monkeypatch.setattr("noisescope.api.fault_tests.run_report_tests", lambda *_, **__: results)
     assert codes("plan", "fault-tests", tmp_path, "--run") == wanted

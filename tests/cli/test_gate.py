@@ -17,7 +17,7 @@ from noisescope.reports.report_file import Report
 
 def run(*words: object) -> tuple[int, str]:
     result = CliRunner().invoke(app, [str(word) for word in words])
-    return result.exit_code, result.output
+    return result.exit_code, result.output if result.exit_code == 2 else result.stdout
 
 
 @pytest.fixture(scope="module")

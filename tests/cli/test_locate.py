@@ -23,7 +23,7 @@ def call(*arguments: Any, code: int) -> Any:
 
 def test_a_healthy_model_is_called_healthy() -> None:
     """With what would have shown, by operator."""
-    output = call("demo", code=0).output
+    output = call("demo", code=0).stdout
     assert output.startswith("healthy: ") and "method: auto: audit" in output and "detection limits:" in output
     assert "linear: " in output and "softmax: " in output
 
@@ -39,7 +39,7 @@ def test_a_healthy_model_is_called_healthy() -> None:
 )
 def test_a_simulated_fault_is_found(fault: str, where: str, kind: str) -> None:
     """The layer, the operator, the module and the kind; exit code 0, for the search was right."""
-    output = call("demo", "--quick", "--simulate", fault, code=0).output
+    output = call("demo", "--quick", "--simulate", fault, code=0).stdout
     first = output.splitlines()[1]
     assert output.startswith("faulty") and where in first and kind in first and "; found" in output
 
@@ -59,7 +59,7 @@ def test_the_suffix_decides_the_form(tmp_path: Path, monkeypatch: pytest.MonkeyP
     found = Verdict("undecided", "audit", coverage=Coverage(cells=(Cell(0, "norm", 0, 1),)), notes=("nothing ran",))
     monkeypatch.setattr("noisescope.localization.locate.locate", lambda subject, options: found)
     for name, opening in (("v.html", "<!DOCTYPE html>"), ("new/v.md", "# noisescope locate")):
-        output = call("demo", "-o", tmp_path / name, code=3).output
+        output = call("demo", "-o", tmp_path / name, code=3).stdout
         text = (tmp_path / name).read_text(encoding="utf-8")
         assert text.startswith(opening) and "demo" in text and "nothing ran" in text and "nothing ran" in output
 
@@ -87,7 +87,7 @@ def test_shapes_reach_the_locator(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_prompts_of_a_file_are_run(tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
     file.write_text("3 + 4 = 7 and 5 + 6 = 11\n\n8 + 1 = 9\n", encoding="utf-8")
-    assert call("demo", "--inputs", file, "--method", "relations", code=0).output.startswith("healthy: ")
+    assert call("demo", "--inputs", file, "--method", "relations", code=0).stdout.startswith("healthy: ")
 
 
 def test_what_is_refused() -> None:

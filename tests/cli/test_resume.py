@@ -53,12 +53,12 @@ def test_a_resumed_demo_looks_for_damage(monkeypatch: pytest.MonkeyPatch, tmp_pa
 def test_what_widens_trust_is_never_stored(tmp_path: Path) -> None:
     """Neither are files outside the run's folder; that they were given is."""
     chosen = DiagnoseOptions(model="demo", trust_remote_code=True, executor="ray", address="ray://10.0.0.1", samples=8)
-    repeat = resumable_options(chosen, None).repeat
+    repeat = resumable_options(chosen).repeat
     assert repeat["again"] == ["trust_remote_code", "address"] and repeat["options"]["samples"] == 8
     assert not {"trust_remote_code", "address", "output"} & repeat["options"].keys()
     gate = GateOptions(model="demo", baseline={}, junit=tmp_path / "x.xml", history=tmp_path)
-    assert resumable_options(gate, None).repeat["again"] == ["junit", "history"]
-    assert not {"junit", "history"} & resumable_options(gate, None).repeat["options"].keys()
+    assert resumable_options(gate).repeat["again"] == ["junit", "history"]
+    assert not {"junit", "history"} & resumable_options(gate).repeat["options"].keys()
 
 
 def test_a_folder_of_someone_else_can_not_switch_trust_on(ran: list[Any], tmp_path: Path) -> None:

@@ -12,5 +12,5 @@ from noisescope.options.shared import DeviceOptions
 def test_loading_options_are_the_keywords_of_load() -> None:
     """Same names, same defaults."""
     keywords = {name: one.default for name, one in inspect.signature(load).parameters.items()}
-    options = {name: one.default for name, one in options_of(DeviceOptions).items()}
+    options = {name: one.default for name, one in options_of(DeviceOptions, "command").items()}
     assert options.items() <= keywords.items()

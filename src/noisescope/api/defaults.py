@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from noisescope.api import preparation
 from noisescope.api.diagnosis import prepare_question
-from noisescope.api.preparation import FEW, load_report_subject, load_subject
+from noisescope.api.preparation import FEW
 from noisescope.api.reports import FILE, stored_command
 from noisescope.api.run_cost import Cost, cost_of, duration, plan_trials
 from noisescope.diagnosis.context import StudyContext
@@ -57,7 +58,7 @@ def load_chosen(options: L, announce: Announce) -> tuple[Subject, L]:
     if reasons:
         announce(", ".join(reasons))
     options = replace(options, **chosen)
-    return load_subject(options), options
+    return preparation.load_subject(options), options
 
 
 def load_report_chosen(report: Mapping[str, Any], options: R, announce: Announce) -> tuple[Subject, R]:
@@ -67,7 +68,7 @@ def load_report_chosen(report: Mapping[str, Any], options: R, announce: Announce
         dtype = options.dtype or f"{report['run']['conditions']['dtype']} (the report's)"
         announce(", ".join([*reasons, f"dtype {dtype}"]))
     options = replace(options, **chosen)
-    return load_report_subject(report, options), options
+    return preparation.load_report_subject(report, options), options
 
 
 def _device(options: DeviceOptions) -> tuple[dict[str, Any], list[str]]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from noisescope import __version__
+from noisescope.api.data_files import unfinished
 from noisescope.atomic_write import folder_inside, write_file
 from noisescope.diagnosis import changes
 from noisescope.diagnosis.report import Diagnosis
@@ -200,7 +201,7 @@ def stored_report(run: Path) -> Json:
         return None
     found: Json = _stored(run, "report")
     if found is None and not (run / "report.json").exists():
-        raise InvalidInput(f"the run in {run} is not finished, so there is no report yet: noisescope runs resume {run}")
+        raise InvalidInput(unfinished(run))
     return found
 
 

@@ -217,6 +217,10 @@ def refuse_early(options: CommandOptions) -> None:
             f"--device {device}: this build of torch has no CUDA. Leave --device out to run on the CPU, or install a "
             "build of torch with CUDA (https://pytorch.org/get-started/locally)"
         )
+    for name in ("run", "report"):
+        folder = getattr(options, name, None)
+        if isinstance(folder, Path) and folder.is_dir():
+            api.data_files.check_finished(folder)
     if isinstance(options, SamplingOptions):
         api.data_files.check_data(options)
 
