@@ -25,6 +25,7 @@ from noisescope.measures.divergence import KL_FLOOR
 from noisescope.model.fingerprint import model_fingerprint
 from noisescope.model.forwards import device_name
 from noisescope.model.loading import Subject, load
+from noisescope.model.transformers_import import import_transformers
 from noisescope.options.base import takes_options
 from noisescope.options.fields import DEFAULT_OPERATORS, GAUSSIAN
 from noisescope.options.sensitivity import DiagnoseOptions
@@ -88,6 +89,7 @@ def load_report_subject(report: Mapping[str, Any], options: ReportModelOptions) 
 def _loaded(model: str, dtype: str | None, options: DeviceOptions) -> Subject:
     """Without the loader's own progress bars."""
     begin("loading")
+    import_transformers()
     from transformers.utils import logging
 
     logging.disable_progress_bar()

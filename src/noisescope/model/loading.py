@@ -21,7 +21,6 @@ from noisescope import demo
 from noisescope.errors import InvalidInput, MissingExtra, NoisescopeError, unknown
 from noisescope.model.anatomy import Anatomy, dissect
 from noisescope.model.foreign_files import GgufFacts, check_folder_files, gguf_facts
-from noisescope.model.transformers_import import import_transformers
 from noisescope.options.shared import ALLOWED, refuse_missing_path, uncached
 from noisescope.plain_text import one_line
 from noisescope.tables import Sheet, Tabular
@@ -103,7 +102,6 @@ def load(
     <Subject demo: LlamaForCausalLM (llama), 16 blocks>
     """
     wanted, where = _dtype(dtype), _device(device)
-    import_transformers()
     if str(source) == "demo" and dtype is None and where.type == "cpu":
         wanted = torch.float32  # stored in bfloat16 to be small; most CPUs are slow in it
     loading = {
@@ -176,7 +174,6 @@ def outline(
     A quantised checkpoint shows plain linears here, since quantisers replace them on loading (with a note).
     """
     wanted = _dtype(dtype)
-    import_transformers()
     if str(source).startswith("tiny:"):
         return _tiny(str(source), wanted, attn_implementation, torch.device("cpu"))
     checkpoint = _find(source, revision, trust_remote_code, weights=False)

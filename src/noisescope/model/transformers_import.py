@@ -1,6 +1,7 @@
-"""transformers imported without torchao: it would import that, where installed, for a function that saves models.
+"""Imports transformers without torchao, which it imports where installed, for a function that saves models.
 
-That takes seconds of every command, and prints warnings about kernels that nobody asked for.
+That takes seconds of every command and prints warnings about kernels that nobody asked for. Only commands do this: in a
+process of the user's, torchao models must stay savable.
 """
 
 from __future__ import annotations
