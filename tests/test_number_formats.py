@@ -20,7 +20,7 @@ from noisescope.errors import InvalidInput, UnsupportedModel
 from noisescope.options.sensitivity import DiagnoseOptions
 from noisescope.plans.migration import plan_migration
 from noisescope.probe.formats import Format, format_on, quantise
-from noisescope.reports.document import to_markdown
+from noisescope.reports.markdown import to_markdown
 from noisescope.reports.report_document import document_of
 from noisescope.testing import tiny_inputs, tiny_model
 

@@ -396,5 +396,5 @@ def _refuse_serving_engine(model: object) -> None:
         raise UnsupportedModel(
             f"{type(model).__name__} is a {_SERVING_ENGINES[package]} object: its fused kernels run in other "
             "processes, where noisescope can't inject anything. Load the same checkpoint with transformers "
-            "(noisescope.load) instead; `noisescope compare transformers:MODEL vllm:MODEL` shows how vLLM differs from it."
+            "(noisescope.load); `noisescope compare transformers:MODEL vllm:MODEL` shows how vLLM differs from it."
         )
