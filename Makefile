@@ -33,7 +33,7 @@ types:
 
 # A process per core, one thread each: many small models gain nothing from threads. tests/conftest.py orders the files.
 unit:
-	OMP_NUM_THREADS=1 .venv/bin/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not gpu" --cov --cov-report=term --durations=15
+	OMP_NUM_THREADS=1 .venv/bin/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not gpu and not docs" --cov --cov-report=term --durations=15
 
 # Hostile files for every reader; each gets an equal share of the time. FUZZ_LEAST inputs at least, FUZZ_READER one alone.
 FUZZ_SECONDS ?= 600
@@ -51,7 +51,7 @@ newest:
 	.venv-newest/bin/pip --disable-pip-version-check install -q "torch==2.13.0"
 	.venv-newest/bin/pip --disable-pip-version-check install -q -e ".[test]"
 	.venv-newest/bin/pip --disable-pip-version-check install -q -U transformers  # past llm-compressor's pin
-	OMP_NUM_THREADS=1 .venv-newest/bin/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not gpu and not slow" -q -p no:cacheprovider
+	OMP_NUM_THREADS=1 .venv-newest/bin/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not gpu and not docs and not slow" -q -p no:cacheprovider
 
 # vLLM on a CPU, in a virtual environment of its own. torch first: the order decides which build of it is taken. The
 # three packages that go again don't fit this torch, and vLLM's import fails where they are.
@@ -71,9 +71,11 @@ engines: .venv-engines/ready
 demo: .venv/core
 	.venv/bin/noisescope demo -o noisescope-demo
 
-# The documentation as a site in build/site; a broken link or anchor is an error. --quiet would hide what --strict counts.
+# Everything that the pages tell people to type is run, and the documentation becomes a site in build/site; a broken link
+# or anchor is an error. --quiet would hide what --strict counts.
 docs: setup
 	$(PIP) install -q -c constraints.txt -e ".[docs]"
+	OMP_NUM_THREADS=1 .venv/bin/pytest -n 2 -m docs -q tests/test_docs.py
 	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict
 
 # The wheel in a fresh virtual environment, as a user installs it, and the demo run from another folder.

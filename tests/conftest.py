@@ -23,7 +23,6 @@ hypothesis.settings.load_profile("here")
 
 # A file is one process's work: a long one that begins last would leave the other core idle.
 LONGEST = (
-    "test_docs.py",
     "cli/test_demo.py",
     "runs/test_ray_executor.py",
     "test_api.py",

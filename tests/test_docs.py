@@ -44,7 +44,7 @@ def stores() -> Stores:
     return {}
 
 
-@pytest.mark.slow
+@pytest.mark.docs
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_run(page: Path, stores: Stores, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every command of a page, in its order, in one folder, as it stands there; a diagnosis that another page asks for
@@ -70,7 +70,7 @@ def test_commands_run(page: Path, stores: Stores, tmp_path: Path, monkeypatch: p
                 stores[asked] = stored.read_bytes()
 
 
-@pytest.mark.slow
+@pytest.mark.docs
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Python blocks of a page, one after the other in one namespace: later ones build on earlier ones."""
