@@ -191,7 +191,7 @@ def test_reports_are_read_back(unbroken: Report, tmp_path: Path) -> None:
     for path, words in (
         (tmp_path / "x.json", "no schema_version"),
         (tmp_path / "none", "no report at"),
-        (paths[1], "no report: .* Give the report.json that"),
+        (paths[1], "not a valid report: .* Give the report.json that"),
     ):
         with pytest.raises(InvalidInput, match=words):
             Report.load(path)

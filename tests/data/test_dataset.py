@@ -166,17 +166,17 @@ RAW: list[tuple[str, bytes, str]] = [
     (
         "a.jsonl",
         b'{"text": "a"}\n\n{"text": }',
-        r"a\.jsonl, line 3 is no valid JSON: Expecting value: line 1 column 10",
+        r"a\.jsonl, line 3 is not a valid JSON value: Expecting value: line 1 column 10",
     ),
     (
         "a.jsonl",
         b'[\n{"text": "a"}\n]',
-        r"line 1 is no valid JSON.* If the whole file is one JSON list, name it \.json",
+        r"line 1 is not a valid JSON value.* If the whole file is one JSON list, name it \.json",
     ),
     ("a.jsonl", b'[{"text": "a"}]', r"line 1: each line must be a JSON object, got \[\{.* name it \.json"),
     ("a.jsonl", b"3\n", r"line 1: each line must be a JSON object, got 3"),
-    ("a.jsonl", b"9" * 5000, r"line 1 is no valid JSON: the whole number 99.* has 5000 digits, at most 100"),
-    ("a.jsonl", b"[" * 200_000, r"line 1 is no valid JSON: it is nested deeper than 32"),
+    ("a.jsonl", b"9" * 5000, r"line 1 is not a valid JSON value: the whole number 99.* has 5000 digits, at most 100"),
+    ("a.jsonl", b"[" * 200_000, r"line 1 is not a valid JSON value: it is nested deeper than 32"),
     ("a.jsonl", b"", r"a\.jsonl holds no data\. An item has one of these forms: text; prompt"),
     ("a.jsonl", b"\n \n", r"a\.jsonl holds no data"),
     ("a.jsonl", b'{"text": "a"}\n{"text": "\xe9"}', r"line 2: byte 0xe9 is not UTF-8; save the file as UTF-8"),
@@ -184,7 +184,7 @@ RAW: list[tuple[str, bytes, str]] = [
     (
         "a.json",
         b'[\n{"text": "a"},\n{"text" "b"}]',
-        r"a\.json is no valid JSON: Expecting ':' delimiter: line 3 column 9",
+        r"a\.json is not a valid JSON value: Expecting ':' delimiter: line 3 column 9",
     ),
     (
         "a.json",
@@ -206,7 +206,7 @@ RAW: list[tuple[str, bytes, str]] = [
     (
         "a.csv",
         b"prompt,choices,label\na,x|y,0\n",
-        r"`choices` is no valid JSON.* In a CSV file it is a JSON list in one",
+        r"`choices` is not a valid JSON value.* In a CSV file it is a JSON list in one",
     ),
     ("a.csv", b'prompt,choices,label\na,"[""x"",""y""]",7\n', r"a\.csv, line 2: `label` is 7, but there are 2"),
     ("a.csv", b'prompt,choices,label\na,"[""x"",""y""]",' + b"9" * 5000, r"line 2: `label` '999.* is none of the"),

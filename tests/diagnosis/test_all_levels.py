@@ -357,7 +357,7 @@ def test_the_reason_for_no_rating_is_the_one_that_holds() -> None:
     assert "chance" in at_chance.executive_summary.risk_meaning
     assert at_chance.executive_summary.in_plain_words.success == ""
     screened, _, _ = diagnosed(harmless, effort="screen")
-    assert "injects nothing" in screened.executive_summary.risk_meaning
+    assert "without injecting noise" in screened.executive_summary.risk_meaning
     for found in (at_chance, screened):
         assert not any("could have been missed" in limit or "too few" in limit for limit in found.could_not_see)
 

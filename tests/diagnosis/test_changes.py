@@ -337,7 +337,7 @@ def test_broken_values_are_wrong_answers_or_left_out() -> None:
     score, divergence = rows["gemm at 0.05", "accuracy"], rows["gemm at 0.05", "kl"]
     assert score.difference.n == 60 and score.verdict == "worse" and score.left_out == 0
     assert divergence.difference.n == divergence.a.n == 50 and divergence.left_out == 10
-    assert any("left out" in note for note in found.notes)
+    assert any("were excluded" in note for note in found.notes)
     broken[GEMM]["kl"][:] = np.nan
     found = compared(run("a", scores), run("b", broken))
     lost = next(row for row in found.rows if row.metric == "kl")

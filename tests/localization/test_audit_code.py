@@ -307,7 +307,7 @@ def test_the_command_says_what_was_not_judged(blocks, code, monkeypatch):
     monkeypatch.setattr("noisescope.api.preparation.load_subject", lambda options: ns.wrap(model, None))
     result = CliRunner().invoke(app, ["locate", "demo", "--method", "audit", "--quick"])
     assert result.exit_code == code, result.output
-    headline = result.output.splitlines()[0]
+    headline = result.stdout.splitlines()[0]
     assert ("healthy" in headline) == (code == 0) and "% of modules" in headline and "100 % of modules" not in headline
     assert "Locked (model.layers.0.mlp" in result.output and "can't be run on the host" in result.output
     result = CliRunner().invoke(app, ["locate", "demo", "--method", "audit", "--quick", "--json"])

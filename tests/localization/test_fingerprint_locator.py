@@ -174,7 +174,7 @@ def test_a_suspects_record_comes_from_a_folder(model, good, recorded):
 def test_records_that_do_not_belong_together_are_refused(model, good, recorded, tmp_path):
     """Another model, other prompts, a damaged file, and a model that gives no logits."""
     stranger = ns.wrap(tiny_model("llama", layers=LAYERS, seed=5))
-    with pytest.raises(InvalidInput, match="another model"):
+    with pytest.raises(InvalidInput, match="a different model"):
         fingerprint(model, ns.record(stranger, output=tmp_path / "stranger", prompts=good.prompts))
     with pytest.raises(InvalidInput, match="different prompts"):
         fingerprint(model, good, recorded(prompts=good.prompts[:3]))

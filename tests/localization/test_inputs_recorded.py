@@ -40,9 +40,9 @@ def test_a_value_and_its_folder_are_the_same(model, record):
 
 def test_the_record_of_another_model_is_refused(record):
     """Other weights, another architecture, or another dtype: each is reported."""
-    with pytest.raises(InvalidInput, match=r"another model .*weights or config differ"):
+    with pytest.raises(InvalidInput, match=r"a different model .*weights or config differ"):
         recorded(record, tiny_model("llama", layers=3, seed=1))
-    with pytest.raises(InvalidInput, match="another model"):
+    with pytest.raises(InvalidInput, match="a different model"):
         recorded(record, tiny_model("gpt2", layers=3))
     with pytest.raises(InvalidInput, match=r"recorded in float32, but the model here computes in bfloat16"):
         recorded(record, tiny_model("llama", layers=3).to(torch.bfloat16))

@@ -161,7 +161,7 @@ def test_compare_picks_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_refusals() -> None:
     """Targets of the wrong form are named."""
     z = logits(4)
-    with pytest.raises(InvalidInput, match=r"one for each of the 4 rows, got torch.int64 \(3,\)"):
+    with pytest.raises(InvalidInput, match=r"one per row for 4 rows, got torch.int64 \(3,\)"):
         token_scores(z, z, torch.arange(3))
     with pytest.raises(InvalidInput, match=r"int64 token ids.*torch.float32"):
         clean_scores(z, torch.zeros(4))

@@ -134,9 +134,9 @@ def test_refusals(measure) -> None:
     for bad in (math.nan, math.inf, -math.inf):
         broken = clean.clone()
         broken[3, 4] = bad
-        with pytest.raises(InvalidInput, match="the clean tensor is not finite"):
+        with pytest.raises(InvalidInput, match="the clean tensor contains NaN or infinity"):
             measure(broken, noisy)
-        with pytest.raises(InvalidInput, match="the noisy tensor is not finite"):
+        with pytest.raises(InvalidInput, match="the noisy tensor contains NaN or infinity"):
             measure(noisy, broken)
-        with pytest.raises(InvalidInput, match="the x tensor is not finite"):
+        with pytest.raises(InvalidInput, match="the x tensor contains NaN or infinity"):
             sparsity(broken)

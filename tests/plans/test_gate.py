@@ -272,7 +272,7 @@ def test_what_is_not_comparable_is_refused(made):
         with pytest.raises(InvalidInput, match=rf"describes LlamaForCausalLM with 4 blocks.*with {model[1]}:"):
             refuse_architecture(run.model, *model)
     refuse_kind(run.data, run.data)
-    with pytest.raises(InvalidInput, match=r"kind answer \(gsm8k.jsonl\), this is text \(b.txt\)"):
+    with pytest.raises(InvalidInput, match=r"kind answer \(gsm8k.jsonl\), but this is text \(b.txt\)"):
         refuse_kind(run.data, other.data)
     refuse_other_samples(run.data, run.data, (["a", "b", "c"], ["c", "a"]))
     with pytest.raises(InvalidInput, match=r"1 of these 2 samples .* --other-samples"):

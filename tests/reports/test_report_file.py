@@ -167,15 +167,15 @@ def test_another_version_is_refused_before_anything_else(version: Any, message: 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "is no report"),
+        ("", "is not a valid report"),
         ("[]", "no schema_version"),
         ('{"schema_version": 2}', "it has no 'executive_summary' and no 'robustness'"),
         ('{"schema_version": 2, "schema_version": 2}', '"schema_version" occurs twice'),
         ('{"schema_version": 2, "x": NaN}', "NaN is not a number in JSON"),
         ('{"schema_version": 2, "x": 1e999}', "the number 1e999 is too large"),
         ('{"schema_version": 2, "x": 1' + "0" * 5000 + "}", "has 5001 digits, at most 100"),
-        ("[" * 100_000, "is no report"),
-        ("\ufeff{}", "is no report"),
+        ("[" * 100_000, "is not a valid report"),
+        ("\ufeff{}", "is not a valid report"),
     ],
     ids=["empty", "a list", "nothing in it", "a key twice", "NaN", "infinite", "many digits", "deep", "a mark"],
 )

@@ -26,6 +26,7 @@ from noisescope.errors import NoisescopeError
 from noisescope.reports.document import Document
 from noisescope.reports.report_file import SavedReport
 from noisescope.runs.store import Store
+from noisescope.tables import Sheet
 from noisescope.trials import Conditions, Result, Slice, Trial, missing
 
 KINDS = ("open", "write", "fsync", "rename")
@@ -42,6 +43,9 @@ class SmallReport(SavedReport[Any]):
 
     def document(self) -> Document:
         raise NotImplementedError("its two files are drawn without one")
+
+    def sheet(self) -> Sheet:
+        raise NotImplementedError("its two files need no table")
 
     def to_json(self) -> str:
         return json.dumps(self.numbers, indent=1)

@@ -56,7 +56,7 @@ def test_an_end_that_n_does_not_allow_is_missing() -> None:
     assert (five.value, five.low, five.high, five.method) == (3, None, None, "")
     assert five.note == "an interval at 95 % needs 6 samples"
     assert stats.median(range(6)).bounded
-    assert stats.median(range(7), level=0.99).note == "an interval at 99 % takes 8 samples"
+    assert stats.median(range(7), level=0.99).note == "an interval at 99 % needs 8 samples"
     assert stats.median(range(8), level=0.99).bounded
 
 

@@ -101,7 +101,7 @@ def test_checks_run_without_noise_and_enter_the_history(tmp_path: Path) -> None:
     run.train()
     found = [(row["step"], row["noise_check"]) for row in run.state.log_history if "noise_check" in row]
     assert found == [(2, 0), (4, 0)]
-    with pytest.raises(InvalidInput, match="belong together"):
+    with pytest.raises(InvalidInput, match="give both check and check_every"):
         TrainingNoiseCallback(AQN_FALLING, check_every=2)
 
 

@@ -77,8 +77,9 @@ def kv_cache(report: ReportSource, options: KvCacheOptions, *, subject: Model = 
     layers kept.
 
     >>> cached = ns.diagnose(subject, batches, perturbation="int8", on="kv-cache", effort="screen")
-    >>> ns.plan.kv_cache(cached, keep_layers=1).rounded
-    (0,)
+    >>> plan = ns.plan.kv_cache(cached, keep_layers=1)
+    >>> len(plan.kept), len(plan.rounded)
+    (1, 1)
     """
     found = as_report(report)
     plan = kv_cache_plan(found.diagnosis, keep_layers=options.keep_layers, max_kl=options.max_kl)

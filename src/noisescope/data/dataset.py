@@ -279,7 +279,7 @@ def _decoded(raw: bytes, path: Path, line: int = 1) -> str:
 def _parsed(text: str, where: str, hint: str = "") -> Any:
     """NaN passes: in a field that is not used it does no harm, and in one that is, it is no text."""
     cure = hint.strip() or "Correct it, or leave it out"
-    return parse_json(text, where, FileKind("JSON", cure, max_depth=32, infinite=True))
+    return parse_json(text, where, FileKind("JSON value", cure, max_depth=32, infinite=True))
 
 
 def _jsonl_rows(path: Path, wanted: Container[str]) -> Iterator[Row]:

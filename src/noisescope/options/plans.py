@@ -102,6 +102,7 @@ class KvCacheOptions(SamplingOptions, ReportModelOptions, ProgressOptions, Print
     output: Path | None = option(None, "With export: the file to write.", short="-o")
 
     def problems(self, named: Naming) -> Iterator[str]:
+        yield from super().problems(named)
         if self.keep_layers is not None and self.max_kl is not None:
             yield f"{named('keep_layers')} and {named('max_kl')} both decide how many layers are kept: give one of them"
         if (self.export is None) != (self.output is None):

@@ -117,6 +117,7 @@ class DiagnoseOptions(
         return None if has_scale else self.on or "weights"
 
     def problems(self, named: Naming) -> Iterator[str]:
+        yield from super().problems(named)
         given, on = self.perturbation, self.format_on
         chosen = named("perturbation")
         if on is None:

@@ -326,5 +326,5 @@ def test_results_that_can_not_be_read(change, words):
 
 def test_results_without_a_level():
     """A report of something else says what is missing."""
-    with pytest.raises(InvalidInput, match=r"no 'layer_results'.*got operator_analysis"):
+    with pytest.raises(InvalidInput, match=r"'layer_results' is missing.*got operator_analysis"):
         validate_metric_correlations({"operator_analysis": {}})

@@ -145,7 +145,7 @@ def test_the_monitor_takes_the_notes_baseline(subject, answered):
 @pytest.mark.parametrize(
     ("report", "words"),
     [
-        ({}, "a dictionary with operator_analysis .* this one has nothing"),
+        ({}, "a dictionary with operator_analysis .* got nothing"),
         ({"operator_analysis": {"softmax": {"sensitivity_score": 1.0}}}, "no degradation for softmax"),
     ],
 )
@@ -227,7 +227,7 @@ def test_activations_that_are_none_are_refused(subject, answered, bad):
     good = torch.ones(2, 4)
     for pair, name in (((good, bad), "npu_activations"), ((bad, good), "gpu_activations")):
         for ask in (hardware_metrics, compute_mae, partial(MetricsDashboard().compute_all_metrics, subject, None)):
-            with pytest.raises(InvalidInput, match=f"^{name} must be a tensor"):
+            with pytest.raises(InvalidInput, match=f"^{name} must be a non-empty tensor"):
                 ask(*pair)
 
 
@@ -236,7 +236,7 @@ def test_formulas_speak_of_devices():
     gpu = torch.ones(2, 4)
     with pytest.raises(InvalidInput, match=r"npu_activations \(4, 2\)"):
         compute_mae(gpu, gpu.T)
-    with pytest.raises(InvalidInput, match=r"^npu_activations hold NaN or infinity"):
+    with pytest.raises(InvalidInput, match=r"^npu_activations contain NaN or infinity"):
         compute_mae(gpu, gpu * math.nan)
 
 

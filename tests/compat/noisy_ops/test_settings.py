@@ -109,7 +109,7 @@ def test_training_only_by_the_environment(monkeypatch: pytest.MonkeyPatch, model
 def test_a_misspelt_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has no effect, so there is a warning."""
     monkeypatch.setenv("VERL_NOISY_OPS_FORWARD_ONYL", "1")
-    with pytest.warns(UserWarning, match=r"no effect: VERL_NOISY_OPS_FORWARD_ONYL\. Known: .*_FORWARD_ONLY"):
+    with pytest.warns(UserWarning, match=r"were ignored: VERL_NOISY_OPS_FORWARD_ONYL\. Known: .*_FORWARD_ONLY"):
         environment.read_environment()
 
 
