@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from noisescope import stats
+from noisescope.cli import app
 from noisescope.diagnosis import perplexity
 from noisescope.diagnosis.context import Answer
 from noisescope.trials import Result
@@ -55,3 +58,14 @@ def test_a_sample_that_is_not_finite_counts_as_the_worst() -> None:
     assert before.tolist() == [1.0, 1.0, 1.0] and after[:, 0].tolist() == [1.0, -2.0, -2.0]
     noisy = answer(np.array([[1.0, 1.0, np.nan]]))
     assert perplexity.linear_scores(clean, noisy)[1][:, 0].tolist() == [1.0, 1.0, 0.0]
+
+
+def test_a_command_plans_and_measures_perplexity(tmp_path: Path) -> None:
+    """Its cost is planned with made-up results, which need losses as well; four samples can lose perplexity."""
+    text = tmp_path / "t.txt"
+    text.write_text("\n\n".join(f"There are {n} apples and {n + 1} pears on the table." for n in range(4)))
+    words = ["diagnose", "demo", "--data", str(text), "--metric", "perplexity", "--samples", "4", "--level", "operator"]
+    words += ["--operators", "softmax", "--seeds", "1", "--calibration-samples", "0", "-o", str(tmp_path / "out")]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    assert "above chance" not in result.output and "--metric perplexity" in (tmp_path / "out" / "report.md").read_text()

@@ -38,7 +38,7 @@ from noisescope.options.shared import (
     ReportModelOptions,
     ScoringOptions,
 )
-from noisescope.plain_text import last_part
+from noisescope.plain_text import last_part, shown
 from noisescope.probe.noise import Gaussian
 from noisescope.progress import begin, heard
 from noisescope.runs.batches import Material, whole_samples
@@ -176,6 +176,8 @@ def prepare(subject: Subject, options: MeasuringOptions, *, settings: Settings) 
 
 def prepare_run(subject: Subject, options: ScoringOptions, settings: Settings) -> Prepared:
     """Read the data, encode it, cut it into slices, and say what was chosen."""
+    if isinstance(subject, (str, Path)):
+        raise InvalidInput(f"expected a loaded model, got its name: give ns.load({shown(str(subject))})")
     test, test_set = encode_data(subject, options.source(), options.samples, options.max_tokens, which="test")
     notes = list(data_notes(test, test_set, options.samples))
     materials = [test]

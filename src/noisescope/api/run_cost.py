@@ -183,7 +183,7 @@ def _made_up(context: StudyContext, trial: Trial) -> Result:
         accuracy = 1.0 if trial.injection is None else 0.5
         values: dict[str, Any] = {context.metric: (accuracy,) * count}
         if trial.measure == "score":
-            values |= {"kl": (1e-3,) * count, "nonfinite": (0.0,) * count}
+            values |= {"kl": (1e-3,) * count, "nonfinite": (0.0,) * count, "nll": (1.0 - accuracy,) * count}
         return Result(tuple(range(count)), values)
     if trial.measure in ("screen", "format_screen"):
         facts = [

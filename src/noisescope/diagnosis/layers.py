@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain
 
 import numpy as np
@@ -99,7 +100,17 @@ def _layers_to_confirm(study: StudyResults) -> list[int]:
     if any(strength is None for strength in strengths.values()) or context.settings.window == 1:
         return []
     worst = sorted(strengths, key=lambda window: strengths[window] or (0.0,), reverse=True)[:CLOSEST]
-    return sorted({layer for start, end in worst for layer in range(start, end + 1)})
+    chosen = {layer for start, end in worst for layer in range(start, end + 1)}
+    screened = study.screened
+    if context.settings.question is not None and screened is not None:
+        # large errors are predicted poorly: what the screen ranks first must not stand there unmeasured
+        ranked = sorted(range(context.blocks), key=partial(_predicted, screened), reverse=True)
+        chosen |= set(ranked[:CLOSEST])
+    return sorted(chosen)
+
+
+def _predicted(screened: Screened, layer: int) -> float:
+    return float(screened.predicted(lambda site: site.place == layer).mean())
 
 
 def _strength(study: StudyResults, window: tuple[int, int]) -> tuple[float, ...] | None:

@@ -11,8 +11,9 @@ import numpy as np
 
 from noisescope import stats
 from noisescope.diagnosis import channels, robustness_curve
-from noisescope.diagnosis.context import StudyContext
+from noisescope.diagnosis.context import Array, StudyContext
 from noisescope.diagnosis.effects import NOTHING, StudyResults, clean_score, divergence
+from noisescope.diagnosis.perplexity import PERPLEXITY
 from noisescope.diagnosis.predicted_kl import Screened
 from noisescope.diagnosis.rows import Divergence, LayerAnalysis, LayerEffect
 from noisescope.diagnosis.section_types import (
@@ -129,7 +130,7 @@ def _baseline(study: StudyResults) -> Baseline | None:
     return Baseline(
         metrics={name: clean_score(context, clean, name) for name in names if name != "nonfinite"},
         nonfinite=clean.nonfinite,
-        measurable=stats.measurable(known[np.isfinite(known)], context.chance),
+        measurable=_measurable(context, known[np.isfinite(known)]),
         chance=context.chance,
     )
 
@@ -231,3 +232,10 @@ def _held(found: Correlation, sign: str, bound: float) -> Literal["yes", "no", "
     if found.low > bound or found.high < bound:
         return "yes" if (found.low > bound) == (sign == ">") else "no"
     return "undecided"
+
+
+def _measurable(context: StudyContext, clean: Array) -> bool:
+    """Whether a share of the clean score can be lost; of a perplexity it always can, since no model guesses it."""
+    if context.metric == PERPLEXITY:
+        return len(clean) >= 2
+    return stats.measurable(clean, context.chance)

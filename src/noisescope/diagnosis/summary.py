@@ -333,13 +333,14 @@ def next_step(context: StudyContext, found: Sections, ranked: Sequence[Finding])
 
 def _not_measurable(context: StudyContext, baseline: Baseline) -> str:
     clean = baseline.metrics[context.metric]
+    if context.metric_name == "perplexity":
+        return f"{clean.n} samples have a finite perplexity: too few to measure a loss; raise --samples."
     low, high = ("..." if end is None else percent(end) for end in (clean.low, clean.high))
     value = "not finite" if clean.value is None else percent(clean.value)
     return (
         f"The clean {metric_name(context.metric_name)} is {value} [{low}, {high}] (n = {clean.n}) and is not "
         f"significantly above chance ({percent(context.chance)}), so no loss can be measured: raise --samples, or "
-        f"give data on which the "
-        "model answers correctly (--data)."
+        "give data on which the model answers correctly (--data)."
     )
 
 

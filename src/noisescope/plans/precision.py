@@ -136,8 +136,8 @@ def scores_of(found: Diagnosis) -> FormatScores:
     if section is None or not section.modules:
         reason = f" ({section.error})" if section is not None and section.error else ""
         raise InvalidInput(
-            f"the report has no format scores{reason}: run `noisescope diagnose` with --effort standard and the layer "
-            "level (both are the defaults)"
+            f"the report has no format scores{reason}: make one with the layer level by noisescope diagnose MODEL "
+            "--effort standard -o DIR"
         )
     return section
 

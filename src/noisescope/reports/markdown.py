@@ -32,7 +32,8 @@ def to_markdown(document: Document) -> str:
     lines += [f"**{markdown(name)}**: {markdown(text)}  " for name, text in document.facts]
     lines += _spaced([Command(document.command)] if document.command else [])
     for section in document.sections:
-        lines += ["", f"## {markdown(section.title)}", *_spaced(section.blocks)]
+        if drawn := list(_spaced(section.blocks)):  # a section of charts alone has nothing to show here
+            lines += ["", f"## {markdown(section.title)}", *drawn]
     return "\n".join(lines).rstrip() + "\n"
 
 

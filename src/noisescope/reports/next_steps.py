@@ -33,6 +33,7 @@ def run_command(report: DiagnosisReport, *, effort: str = "", samples: int = 0) 
     words += ["--effort", effort or settings.effort, "--dtype", run.conditions.dtype]
     words += [] if run.conditions.device == "cpu" else ["--device", run.conditions.device]
     words += _format(settings.question)
+    words += ["--metric", run.metric] if run.metric == "perplexity" else []
     scale = settings.noise_scale if settings.question is None else _DEFAULTS["noise_scale"]
     for name, value in (("noise_scale", scale), ("window", settings.window), ("step", settings.step)):
         words += [] if value == _DEFAULTS[name] else [f"--{name.replace('_', '-')}", f"{value:g}"]

@@ -9,7 +9,7 @@ from noisescope.diagnosis.report import Robustness, RunReport
 from noisescope.diagnosis.rows import Effect, LevelEffect
 from noisescope.diagnosis.section_types import ChannelRow, CostlyChannel, ModuleScores
 from noisescope.estimate import Estimate
-from noisescope.findings import Finding, Recommendation
+from noisescope.findings import NOT_MEASURABLE, Finding, Recommendation
 from noisescope.reports.report_file import DiagnosisReport
 from noisescope.reports.roundoff_sections import roundoff_lines
 from noisescope.reports.words import capitalised
@@ -121,6 +121,18 @@ def _robustness(found: Robustness) -> dict[str, Estimate | float | None]:
     return numbers
 
 
+def _ratings(found: DiagnosisReport) -> dict[str, float]:
+    """Only of a run that could rate losses: zeros of a screen would look like a robust model."""
+    summary = found.executive_summary
+    return {
+        "risk_score": summary.report_risk.score,
+        "findings/urgent": sum(finding.urgent for finding in found.findings),
+        "findings/rated": sum(finding.rated for finding in found.findings),
+        "avalanche_points": summary.num_avalanche_points,
+        "critical_operators": summary.num_critical_operators,
+    }
+
+
 def _diagnosis(found: DiagnosisReport) -> dict[str, Estimate | float | None]:
     summary, metrics = found.executive_summary, found.metrics
     primary, secondary = metrics.primary, metrics.secondary
@@ -128,11 +140,7 @@ def _diagnosis(found: DiagnosisReport) -> dict[str, Estimate | float | None]:
         primary.critical_threshold, secondary.gradient_ratio, secondary.activation_sparsity,
     )  # fmt: skip
     numbers: dict[str, Estimate | float | None] = {
-        "risk_score": summary.report_risk.score,
-        "findings/urgent": sum(finding.urgent for finding in found.findings),
-        "findings/rated": sum(finding.rated for finding in found.findings),
-        "avalanche_points": summary.num_avalanche_points,
-        "critical_operators": summary.num_critical_operators,
+        **(_ratings(found) if summary.overall_risk_level != NOT_MEASURABLE else {}),
         "outlier_channels": summary.total_outlier_channels,
         "degradation": primary.relative_degradation,
         "noise_tolerance_index": primary.noise_tolerance_index,
