@@ -11,6 +11,7 @@ from noisescope.reports.drawing import SIZE, Dot, Drawing, Line, Mark, Rect, Sha
 from noisescope.reports.palette import COLOURS, on_paper
 
 NARROWEST = 520.0  # pixels: on a phone a drawing scrolls rather than become too small to read
+LARGEST = 1.7  # times its own size: a chart of one bar need not fill the page
 _FONT = "'DejaVu Sans', Verdana, sans-serif"
 
 
@@ -19,8 +20,9 @@ def inline_svg(drawing: Drawing) -> Markup:
     size = f'width="{_n(drawing.width)}" height="{_n(drawing.height)}"'
     view = f'viewBox="0 0 {_n(drawing.width)} {_n(drawing.height)}"'
     body = "\n".join(_item(item) for item in drawing.items)
-    least = f'style="min-width:{_n(min(0.8 * drawing.width, NARROWEST))}px"'
-    return Markup(f'<svg {size} {view} {least} role="group" aria-label="{_words(drawing.label)}">\n{body}\n</svg>')
+    least = f"min-width:{_n(min(0.8 * drawing.width, NARROWEST))}px"
+    style = f'style="{least};max-width:min(100%,{_n(LARGEST * drawing.width)}px)"'
+    return Markup(f'<svg {size} {view} {style} role="group" aria-label="{_words(drawing.label)}">\n{body}\n</svg>')
 
 
 def svg_file(drawing: Drawing) -> str:
