@@ -20,6 +20,7 @@ from noisescope.plain_text import LONG, cut, one_line, shown
 
 V = TypeVar("V")
 MIB = 2**20
+LONGEST_NAME = 255  # bytes of a file's name: what common file systems take
 LONGEST_NUMBER = 100  # digits; what a schema calls a whole number has fewer (jsonform.LARGEST)
 MOST_NODES = 10_000  # of a YAML file, aliases written out
 
@@ -97,7 +98,8 @@ def read_bytes(path: Path, kind: FileKind) -> bytes:
 
 def inside(folder: Path, name: str, kind: FileKind) -> Path:
     """A file that another one names: in the same folder, never elsewhere."""
-    if name in ("", ".", "..") or any(sign in name for sign in "/\\\0") or name != Path(name).name:
+    odd = name in ("", ".", "..") or any(sign in name for sign in "/\\\0") or name != Path(name).name
+    if odd or len(name.encode("utf-8", "replace")) > LONGEST_NAME:
         raise kind.refuse(folder, f"the name of a file in this folder was expected, got {shown(name)}")
     return folder / name
 

@@ -243,3 +243,10 @@ def test_a_run_whose_disk_fails(
     assert concluded(tmp_path / "run") == expected
     cost = json.loads((tmp_path / "run" / "report.json").read_text())["run"]["cost"]
     assert cost["trials"] == 8 and cost["trials"] - cost["trials_run_now"] >= kept
+
+
+def test_bytes_of_a_damaged_schema_in_what_sqlite_says() -> None:
+    """Python can't decode such a message, and raises that instead."""
+    for scope, words in ((store_file.using, "can't be used as a run store"), (store_file.reading, "is damaged")):
+        with pytest.raises(InvalidInput, match=words), scope("run.sqlite"):
+            b"\xee".decode("utf-8")

@@ -42,6 +42,7 @@ INSERT OR IGNORE INTO about VALUES
     ('{VERSION}', '{SCHEMA_VERSION}', '{checksum(VERSION, str(SCHEMA_VERSION))}');
 COMMIT;
 """
+_UNREADABLE = (sqlite3.DatabaseError, UnicodeDecodeError)  # SQLite's own message may hold bytes of a damaged schema
 _SCHEMA = "SELECT type, name, tbl_name, sql FROM sqlite_master"
 
 
@@ -102,7 +103,7 @@ def using(name: str) -> Iterator[None]:
     """Report in one line what SQLite can't open."""
     try:
         yield
-    except sqlite3.DatabaseError as error:
+    except _UNREADABLE as error:
         raise InvalidInput(f"{name} can't be used as a run store: {_reason(error)}. Use another folder (-o)") from error
 
 
@@ -111,7 +112,7 @@ def reading(name: str) -> Iterator[None]:
     """Report in one line what SQLite can't read."""
     try:
         yield
-    except sqlite3.DatabaseError as error:
+    except _UNREADABLE as error:
         raise InvalidInput(
             f"{name} is damaged ({_reason(error)}): restore it from a copy, or run the command again with another "
             f"folder (-o)"
@@ -123,7 +124,7 @@ def writing(name: str) -> Iterator[None]:
     """A full disk, a read-only file system, a failing device: one line, and how to continue."""
     try:
         yield
-    except (sqlite3.DatabaseError, OSError) as error:
+    except (*_UNREADABLE, OSError) as error:
         raise InvalidInput(
             f"can't write into {name}: {_reason(error)}. Stored trials are kept: run the same command again once "
             f"the folder is writable, or use another folder (-o)"
