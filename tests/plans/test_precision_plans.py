@@ -168,7 +168,7 @@ def with_latency(module: str, time: Any) -> Budget:
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda made: modules_of(made.diagnosis()), "no format scores: run `noisescope diagnose`"),
+        (lambda made: modules_of(made.diagnosis()), "no format scores: make one with the layer level"),
         (lambda made: modules_of(made.diagnosis(format_scores=made.scores(error="out of memory"))), "out of memory"),
         (lambda made: modules_of(diagnosis(made), ["int5"]), "'int5'"),
         (lambda made: modules_of(diagnosis(made), []), "no formats selected"),

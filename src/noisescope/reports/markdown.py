@@ -32,8 +32,8 @@ def to_markdown(document: Document) -> str:
     lines += [f"**{markdown(name)}**: {markdown(text)}  " for name, text in document.facts]
     lines += _spaced([Command(document.command)] if document.command else [])
     for section in document.sections:
-        if drawn := list(_spaced(section.blocks)):  # a section of charts alone has nothing to show here
-            lines += ["", f"## {markdown(section.title)}", *drawn]
+        drawn = list(_spaced(section.blocks)) or ["", "The charts are in the HTML and PDF reports."]
+        lines += ["", f"## {markdown(section.title)}", *drawn]
     return "\n".join(lines).rstrip() + "\n"
 
 
