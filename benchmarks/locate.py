@@ -44,12 +44,12 @@ def subjects(device: str) -> dict[str, Any]:
     return found
 
 
-def healthy_runs(device: str, method: str, seeds: int) -> dict[str, Any]:
+def healthy_runs(device: str, method: str, seeds: range) -> dict[str, Any]:
     """Verdicts of healthy models; every alarm with its reason."""
     verdicts: Counter[str] = Counter()
     alarms: list[dict[str, Any]] = []
     for name, subject in subjects(device).items():
-        for seed in range(seeds):
+        for seed in seeds:
             verdict = ns.locate(subject, method=method, seed=seed)
             verdicts[verdict.verdict] += 1
             if verdict.verdict != "healthy":
@@ -88,7 +88,7 @@ def costs(options: argparse.Namespace) -> list[dict[str, Any]]:
     shapes = {"1.5B": {}, "7B": SEVEN}
     return [
         row
-        for shape in options.shapes.split(",")
+        for shape in filter(None, options.shapes.split(","))
         for row in cost(qwen(options.device, **shapes[shape]), f"Qwen2.5-{shape}'s shape")
     ]
 
@@ -97,14 +97,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--model", default="demo", help="whose cost is measured on a CPU")
-    parser.add_argument("--shapes", default="1.5B", help="1.5B, 7B: whose cost is measured on a GPU")
+    parser.add_argument("--shapes", default="1.5B", help="1.5B, 7B: whose cost is measured on a GPU; '' for none")
     parser.add_argument("--seeds", type=int, default=10, help="prompts of each healthy model")
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--methods", default="auto", help="with commas")
     parser.add_argument("--passport", type=Path, help="another device's passport, to compare with")
     parser.add_argument("--save-passport", type=Path)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
+    seeds = range(options.first_seed, options.first_seed + options.seeds)
     name = torch.cuda.get_device_name() if options.device.startswith("cuda") else platform.processor() or "CPU"
     results: dict[str, Any] = {
         "machine": name,
@@ -113,7 +115,7 @@ def main() -> None:
         "transformers": transformers.__version__,
         "costs": costs(options),
     }
-    results["healthy"] = [healthy_runs(options.device, method, options.seeds) for method in options.methods.split(",")]
+    results["healthy"] = [healthy_runs(options.device, method, seeds) for method in options.methods.split(",")]
     print(json.dumps(results["healthy"], indent=1), flush=True)
     passport = take_passport(options.device)
     if options.save_passport:
