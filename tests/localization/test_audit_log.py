@@ -11,7 +11,7 @@ from torch import nn
 
 import noisescope as ns
 from noisescope.localization.audit import audit
-from noisescope.localization.audit_log import AuditLog
+from noisescope.localization.audit_log import AuditLog, _hash
 from noisescope.localization.call_tree import Node
 from noisescope.localization.data_flow import About, NonFiniteOrigin
 from noisescope.localization.error_pattern import Pattern
@@ -207,3 +207,18 @@ def test_nan_that_a_patched_forward_makes_is_a_fault(module):
     assert [(s.site.place, s.site.module) for s in verdict.suspects] == [(1, f"model.layers.1.{module}")]
     (note,) = arising(verdict)
     assert f"(model.layers.1.{module}): a fault:" in note
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.bool, torch.int64])
+def test_hashes_show_every_changed_bit(dtype):
+    """The same bits have the same hash; a flipped sign, two of them, or two numbers that change places have another."""
+    x = (torch.randn(3, 1001) * 8).to(dtype)
+    assert _hash([x]) == _hash([x.clone()]) == _hash([x.T.contiguous().T])
+    assert _hash([x[:, 1:]]) == _hash([x[:, 1:].clone()])
+    y = x.clone()
+    y[0, :2] = y[0, :2].flip(0)
+    others = [y, x.roll(1, 1)]
+    if dtype != torch.bool:
+        others += [torch.where(torch.arange(1001) == 7, -x, x), torch.where(torch.arange(1001) % 500 == 7, -x, x)]
+    assert all(_hash([other]) != _hash([x]) for other in others if not torch.equal(other, x))
+    assert _hash([x, y]) != _hash([y, x]) or torch.equal(x, y)

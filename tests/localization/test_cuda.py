@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import noisescope as ns
+from noisescope.localization.host_products import Rows, attention
+from noisescope.localization.judge import judge
 from noisescope.passports.diff import diff
 from noisescope.passports.measure import take_passport
 from noisescope.testing import tiny_model
@@ -35,6 +38,23 @@ def test_a_fault_is_named(fault, dtype):
         verdict = ns.locate(subject, method="audit")
     assert verdict.verdict == "faulty"
     assert (verdict.suspects[0].site.place, verdict.suspects[0].site.operator) == (5, "linear")
+
+
+def test_float32_attention_of_few_rows_is_healthy():
+    """Tensor cores truncate its sums: means over few rows lean, and are no alarm. A factor of 1.0002 is one."""
+    torch.manual_seed(0)
+    rows = Rows(64, 0, "cuda")
+    found = []
+    for number in range(300):
+        keys, width = (2, 3, 5, 17, 62, 200)[number % 6], (8, 16, 64, 128)[number % 4]
+        q = torch.randn(1, 4, 1 + number % 2, width, device="cuda") * (1.0, 4.0)[number % 5 == 0]
+        k, v = (torch.randn(1, 4, keys, width, device="cuda") + 0.1 for _ in range(2))
+        y = F.scaled_dot_product_attention(q, k, v)
+        for factor in (1.0, 1.0002):
+            one = attention(q, k, v, None, y * factor, rows, is_causal=False, scale=None)
+            found.append((factor, judge(one.y, one.reference).strength))
+    assert max(strength for factor, strength in found if factor == 1) < 1
+    assert sum(strength > 1 for factor, strength in found if factor > 1) > 270
 
 
 def test_tf32_that_is_allowed_is_no_alarm():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from noisescope.localization.driven_judgement import judge_weights
-from noisescope.localization.driven_operators import DrivenWeights
+from noisescope.localization.driven_operators import DrivenWeights, _Driver
 from noisescope.sites import Site
 
 SITE = Site("attention", 0, "attention")
@@ -49,3 +49,19 @@ def test_what_is_not_finite_alarms():
     call.weight[3] = torch.nan
     found = judge_weights(call)
     assert found.judgement.alarm and "1 weights are not finite" in found.judgement.words
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("seed", range(10))
+def test_driven_keys_of_few_heads_are_healthy(seed, normed):
+    """With one key head, equal depths would share one error thousands of times; a kernel rounds before or after it
+    divides."""
+    q, k, v, depth = _Driver(seed, frozenset())._two_keys((3, 1, 32, 32), 32**-0.5, torch.bfloat16)
+    scores = (q.double() @ k.double().transpose(-1, -2)) * 32**-0.5
+    torch.testing.assert_close(depth, -scores[0, :, :, 1].flatten())
+    e = torch.exp(-depth)
+    p = (e / (1 + e)).bfloat16().double() if normed else e.bfloat16().double() / (1 + e)
+    values = v[0, 0, 1].double()
+    y = (p[:, None] * values).bfloat16().double()
+    call = DrivenWeights(SITE, None, depth, y @ values / values.square().sum(), 32, *[torch.bfloat16] * 2)
+    assert judge_weights(call).judgement.strength < 0.8

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import noisescope as ns
 from noisescope.probe.capture import BINS, ChannelStatistics, LogHistogram, capture
 
 
@@ -63,3 +67,17 @@ def test_capture_keeps_quantiles_of_the_samples_chosen(llama: torch.nn.Module) -
     for statistics in captured.statistics.values():
         assert statistics.count == 7 and statistics.histogram is not None
         assert int(statistics.histogram.counts.sum()) == 3 * statistics.histogram.counts.shape[0]
+
+
+def test_what_was_captured_is_freed_without_the_garbage_collector(llama: torch.nn.Module) -> None:
+    """On a GPU, tensors in a cycle of references would stay until it runs."""
+    gc.disable()
+    try:
+        with torch.no_grad(), ns.capture(llama, operators={"linear"}, keep="both") as captured:
+            llama(torch.arange(1, 7)[None])
+        kept = [weakref.ref(y) for pairs in captured.raw.values() for _, y in pairs]
+        assert kept
+        del captured
+        assert all(found() is None for found in kept)
+    finally:
+        gc.enable()

@@ -8,7 +8,7 @@ did (a sum, the product of gate and up, a cache), and its input is named.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
+import functools
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -41,6 +41,7 @@ from noisescope.model.anatomy import Anatomy
 from noisescope.sites import Site
 
 _MOST_PATTERNS = 24  # alarms of one forward that are classified
+_KEYS = 1 << 20  # words of a hash that are summed at once
 _DOUBTFUL = 2.0  # times its limit, at most: a few elements that are just beyond it
 _BETWEEN = "between operators"
 ALWAYS, IF_ALARMED, NEVER = "always", "if there was an alarm", "never"  # when a call is judged
@@ -336,8 +337,8 @@ class DetectionLimit:
 class CallHash:
     """A call identified by hashes of its bits: the same inputs must give the same output."""
 
-    given: bytes
-    output: bytes
+    given: tuple[int, ...]
+    output: tuple[int, ...]
     weights: tuple[int, ...]
 
     @classmethod
@@ -354,24 +355,37 @@ def _weight_sums(callee: Any) -> tuple[int, ...]:
     """Sums of the bits of a module's own parameters, computed on their device."""
     own = callee._parameters.values() if isinstance(callee, nn.Module) else ()
     plain = [p.detach() for p in own if type(p) is nn.Parameter and not p.is_meta]
-    return tuple(int(_words(p).sum(dtype=torch.int64)) for p in plain)
+    return tuple(int(_words(p, torch.int64).sum(dtype=torch.int64)) for p in plain)
 
 
-def _words(x: Tensor) -> Tensor:
-    """The bits of a tensor, as 64-bit words if the size allows: their sums wrap around but still show a change."""
-    flat = x.flatten()
-    return (
-        flat.view(torch.int64) if flat.nbytes % 8 == 0 == flat.storage_offset() * flat.itemsize % 8 else bits_of(flat)
-    )
+def _words(x: Tensor, word: torch.dtype) -> Tensor:
+    """The bits of a tensor, as words of this size if its own allows: their sums wrap around but still show a change."""
+    flat, size = x.flatten(), word.itemsize
+    whole = flat.nbytes % size == 0 == flat.storage_offset() * flat.itemsize % size
+    return flat.view(word) if whole else bits_of(flat)
 
 
-def _hash(values: Iterable[Tensor]) -> bytes:
-    digest = hashlib.blake2b(digest_size=16)
-    for value in values:
-        if type(value) in (Tensor, nn.Parameter):
-            plain = on_host(value).contiguous()
-            digest.update(plain.reshape(-1).view(torch.uint8).numpy().data if plain.numel() else b"")
-    return digest.digest()
+def _hash(values: Iterable[Tensor]) -> tuple[int, ...]:
+    """For each tensor, the sum of its bits, 32 at a time, times random numbers: two that differ agree by 2^-33 at most.
+
+    A product in torch, since hashlib takes a second for a gigabyte, and logits alone may have several.
+    """
+    plain = [on_host(value) for value in values if type(value) in (Tensor, nn.Parameter)]
+    return tuple(_keyed_sum(_words(x, torch.int32)) for x in plain)
+
+
+def _keyed_sum(words: Tensor) -> int:
+    total = 0
+    for start in range(0, len(words), _KEYS):
+        part = words[start : start + _KEYS]
+        total += (start + 1) * int((part * _keys()[: len(part)]).sum())
+    return total
+
+
+@functools.cache
+def _keys() -> Tensor:
+    generator = torch.Generator("cpu").manual_seed(0x5EED)
+    return torch.randint(-(1 << 63), (1 << 63) - 1, (_KEYS,), generator=generator, device="cpu")
 
 
 def _any_finite(x: Tensor) -> bool:

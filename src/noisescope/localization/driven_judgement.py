@@ -188,8 +188,8 @@ def _is_smooth(values: Tensor, along: Tensor) -> bool:
 
 
 def judge_weights(call: DrivenWeights) -> Driven:
-    """Judge the weights exp(-d) / (1 + exp(-d)) of driven keys."""
-    depth, weight = call.depth, call.weight
+    """Judge the weights exp(-d) / (1 + exp(-d)) of driven keys; equal depths share one error, so they count once."""
+    depth, weight = _each_depth_once(call)
     exact = torch.sigmoid(-depth)
     other = 1 - exact
     error = (weight / exact - 1) / other  # of the exponential, relative
@@ -222,6 +222,12 @@ def judge_weights(call: DrivenWeights) -> Driven:
     reference = Reference(values, (form.ulp(values), limit_of * values))
     found = Recomputed(weight[:, None].to(call.dtype), reference, x=-depth[:, None])
     return Driven(judgement, pattern, found, resolution)
+
+
+def _each_depth_once(call: DrivenWeights) -> tuple[Tensor, Tensor]:
+    """The depths that differ, and the mean weight of each."""
+    depth, which, count = call.depth.unique(return_inverse=True, return_counts=True)
+    return depth, torch.zeros_like(depth).index_add_(0, which, call.weight) / count
 
 
 def _parts(depth: Tensor) -> list[Tensor]:

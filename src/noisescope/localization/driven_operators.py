@@ -200,17 +200,21 @@ class _Driver:
     def _two_keys(
         self, shapes: tuple[int, int, int, int], scale: float, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """One key that scores 0 and has value 0, and another that scores -d; d per query."""
+        """One key that scores 0 and has value 0, and another that scores -d; d per query.
+
+        In 16 bits one number of the query has few different values; what it is short of d is in a second one.
+        """
         heads, groups, width, channels = shapes
         rows = max(64, _WEIGHTS // heads)
         factor = (0.5 + torch.rand(groups, generator=self._generator())).to(dtype)
-        wanted = self._depths(rows * heads).reshape(heads, rows)
         each = factor.double().repeat_interleave(heads // groups)[:, None]
+        wanted = self._depths(rows * heads).reshape(heads, rows) / (each * scale)
         q, k, v = (torch.zeros(s, dtype=dtype) for s in _shapes(heads, groups, rows, width, channels))
-        q[0, :, :, 0] = (wanted / (each * scale)).to(dtype)
-        k[0, :, 1, 0] = -factor
+        q[0, :, :, 0] = wanted.to(dtype)
+        q[0, :, :, 1:2] = (wanted - q[0, :, :, 0].double()).to(dtype)[..., None]
+        k[0, :, 1, :2] = -factor[:, None]
         v[0, :, 1] = (1 + torch.arange(channels) / channels).to(torch.bfloat16).to(dtype)
-        depth = q[0, :, :, 0].double() * each * scale
+        depth = q[0].double().sum(-1) * each * scale
         return q, k, v, depth.flatten()
 
     def _depths(self, count: int) -> Tensor:

@@ -20,6 +20,7 @@ from noisescope.localization.roundoff_floors import (
     shortened,
     sum_grain,
     sum_spread,
+    truncated_attention,
 )
 from noisescope.localization.tensors import host_rows, on_host
 from noisescope.localization.weight_pass import BLOCK as BLOCK
@@ -301,9 +302,12 @@ def attention(
     spread = spread + (form.u**2 / 3 + short.spread**2) * pv + sum_spread(p.shape[-1], pv + partial, values, u).square()
     grain = sum_grain(p.shape[-1], pv, values, max(u, short.spread))
     lean = short.lean * (values.abs() + pv.sqrt())
-    if short.lean:  # scores that are all too small by one share make the probabilities more even
+    cut_sums, cut_scores = truncated_attention(dtype, rows.device, q.shape[-1])
+    leans = short.lean + cut_scores > 0
+    if leans:  # scores that are all too small by one share make the probabilities more even
         off = p * (scores - (p * scores.masked_fill(hidden, 0.0)).sum(-1, keepdim=True)).masked_fill(hidden, 0.0).abs()
-        lean = lean + short.lean * (torch.matmul(off, v.abs()) + off.sum(-1, keepdim=True) * values.abs())
+        uneven = torch.matmul(off, v.abs()) + off.sum(-1, keepdim=True) * values.abs()
+        lean = lean + (short.lean + cut_scores) * uneven + cut_sums * torch.matmul(p, v.abs())
     # A row that may look nowhere gives what its kernel likes, and a kernel may skip NaN that the mask hides.
     seen = (~hidden.all(-1) & values.isfinite().all(-1)).reshape(-1)
 
@@ -313,7 +317,7 @@ def attention(
     values = flat(values)
     # Fused kernels have a quick exp2 (at most 2 ulp of float32 off) and a quick reciprocal (1 ulp): they lean one way.
     systematic = 6 * u * values.abs() + flat(lean)
-    bounds = (rounded_once(values, dtype), *((flat(lean),) if short.lean else ()))
+    bounds = (rounded_once(values, dtype), *((flat(lean),) if leans else ()))
     reference = Reference(values, bounds, flat(spread.sqrt()), systematic, grain=flat(grain), sums=True)
     lead = tuple(y.shape[:-1])
     index = in_each(lead, at)

@@ -175,6 +175,17 @@ def shortened(dtype: torch.dtype, device: str) -> Shortening:
     return Shortening(ROUNDING_STD * number_format(dtype).u) if reduced else Shortening()
 
 
+def truncated_attention(dtype: torch.dtype, device: str, width: int) -> tuple[float, float]:
+    """How much too small fused float32 attention on CUDA may be: its weighted sums, and its scores, as shares.
+
+    A float32 product is three of TF32 there, whose sums the tensor cores truncate. On an H200 the sums were short by up
+    to 3.3 u of sum p |v|, scores by up to 7.8 u (heads of 8 to 128, 3 to 4,000 keys: benchmarks/attention_lean.py).
+    """
+    if dtype != torch.float32 or device != "cuda":
+        return 0.0, 0.0
+    return 5 * WORK_ROUNDOFF, 12 * WORK_ROUNDOFF * max(1.0, width / 128)
+
+
 def operand_bits() -> int:
     """Bits of a float32 operand that the user's settings let a product keep: 24, 11 of TF32, or 8 of bfloat16."""
     try:

@@ -71,21 +71,15 @@ class Capture:
         quantiles: bool = False,
         inputs: bool = True,
     ) -> None:
-        raw_inputs = inputs and keep != "statistics"
+        self._collector = _Collector(keep, device, quantiles)
         self._scope = watch(
             model,
-            self._on_call,
+            self._collector.on_call,
             lambda unit, operator: operator != FUSED and where(unit, operator),
-            before=self._before if raw_inputs else None,
+            before=self._collector.before if inputs and keep != "statistics" else None,
             anatomy=anatomy,
         )
-        self.captured = Captured()
-        self._keep = keep
-        self._device = device
-        self._quantiles = quantiles
-        self._mask: Tensor | None = None
-        self._sampled: Tensor | None = None
-        self._inputs: dict[Site, tuple[Tensor, ...]] = {}  # of calls under way, as they were given
+        self.captured = self._collector.captured
 
     @property
     def scope(self) -> WatchScope:
@@ -96,11 +90,11 @@ class Capture:
         """Which tokens [B, T] of the following forwards count for statistics (None = all), to exclude padding."""
         if mask is not None and mask.dim() != 2:
             raise InvalidInput(f"a token mask must have the shape [batch, tokens], got {tuple(mask.shape)}")
-        self._mask = None if mask is None else mask.bool()
+        self._collector.mask = None if mask is None else mask.bool()
 
     def quantile_rows(self, samples: Tensor | None) -> None:
         """Which samples [B] of the following forwards enter the histograms (None = all), which cost the most."""
-        self._sampled = None if samples is None else samples.bool()
+        self._collector.sampled = None if samples is None else samples.bool()
 
     def __enter__(self) -> Captured:
         self._scope.__enter__()
@@ -115,17 +109,31 @@ class Capture:
                 "the model ran, but nothing was captured: see `noisescope inspect` for what is visible"
             )
 
-    def _before(self, call: RecordedCall) -> None:
+
+class _Collector:
+    """Keeps what a capture's calls returned. It does not refer to the scope that calls it: in a cycle of references,
+    tensors would stay on the device until Python's garbage collector runs."""
+
+    def __init__(self, keep: str, device: str | None, quantiles: bool) -> None:
+        self.captured = Captured()
+        self.mask: Tensor | None = None
+        self.sampled: Tensor | None = None
+        self._keep = keep
+        self._device = device
+        self._quantiles = quantiles
+        self._inputs: dict[Site, tuple[Tensor, ...]] = {}  # of calls under way, as they were given
+
+    def before(self, call: RecordedCall) -> None:
         self._inputs[call.site] = tuple(self._stored(x) for x in call.inputs)  # an operator may overwrite its input
 
-    def _on_call(self, call: RecordedCall) -> None:
+    def on_call(self, call: RecordedCall) -> None:
         tensor = call.output[0] if isinstance(call.output, tuple) else call.output
         site = call.site
         if self._keep != "raw":
             statistics = self.captured.statistics.setdefault(site, ChannelStatistics())
             statistics.add(self._rows(tensor, call, None))
             if self._quantiles:
-                rows = self._rows(tensor, call, self._sampled)
+                rows = self._rows(tensor, call, self.sampled)
                 statistics.histogram = statistics.histogram or LogHistogram(rows.shape[-1], rows.device)
                 statistics.histogram.add(rows)
         if self._keep != "statistics":
@@ -140,7 +148,7 @@ class Capture:
         """The rows [R, C] that count: heads last inside attention, without masked tokens, of sampled samples only."""
         if call.by_head and y.dim() == 4:
             y = y.transpose(1, 3).transpose(1, 2)  # [B, H, T, S] -> [B, T, S, H]
-        mask = self._mask
+        mask = self.mask
         if sampled is not None and mask is not None:
             mask = mask & sampled.to(mask.device)[:, None]
         if mask is not None and tuple(y.shape[:2]) == tuple(mask.shape):
