@@ -374,3 +374,53 @@ def test_a_model_that_writes_to_its_inputs():
     model.__class__ = Shifts
     verdict = audit(model, torch.arange(3, 19).reshape(2, 8), quick=True)
     assert verdict.verdict == "healthy", [suspect.evidence for suspect in verdict.suspects]
+
+
+def with_extra(seed=0):
+    """A model with a linear for images, which text does not reach."""
+    torch.manual_seed(seed)
+    model = tiny_model("llama").eval()
+    model.model.vision_embed = torch.nn.Linear(48, 512)
+    return model
+
+
+def test_linears_that_no_forward_calls_are_called_alone():
+    verdict = ns.locate(with_extra(), method="audit")
+    assert verdict.verdict == "healthy" and verdict.coverage.parameters.share == 1
+    assert any("called alone" in note and "model.vision_embed" in note for note in verdict.notes)
+
+
+def test_a_fault_in_a_linear_that_no_forward_calls_is_named():
+    model = with_extra()
+    model.model.vision_embed.register_forward_hook(lambda module, args, y: y.index_fill(-1, torch.tensor([3]), 0.0))
+    verdict = ns.locate(model, method="audit")
+    assert verdict.verdict == "faulty" and verdict.suspects[0].site.module == "model.vision_embed"
+
+
+def test_a_linear_that_can_not_be_called_alone_is_not_judged():
+    model = with_extra()
+
+    def refuse(module, args):
+        raise RuntimeError("an image was expected")
+
+    model.model.vision_embed.register_forward_pre_hook(refuse)
+    verdict = ns.locate(model, method="audit")
+    assert verdict.verdict == "undecided"
+    assert "model.vision_embed" in verdict.coverage.not_judged[0].modules
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_modules_that_the_code_exchanges_are_judged_as_they_are():
+    """BigBird's first forward of a short text puts full attention where sparse attention was."""
+    config = transformers.BigBirdConfig(
+        vocab_size=64,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=48,
+        max_position_embeddings=128,
+        is_decoder=True,
+    )
+    torch.manual_seed(0)
+    verdict = ns.locate(transformers.BigBirdForCausalLM(config).eval(), method="audit")
+    assert verdict.verdict == "healthy" and verdict.coverage.modules.share == 1

@@ -61,6 +61,7 @@ from noisescope.sites import FUSED, Site
 
 _MOST_DEFERRED = max(1 << 30, host_memory() // 8)  # bytes of calls that wait: beyond that weights are copied again
 _AGAIN = 6  # repetitions of the first batch: cheap, since only what changes is judged, and rare faults need forwards
+_ALONE = 32  # tokens given to a module that no forward calls
 _TRIES = 3  # forwards with attention decomposed, in which an intermittent fault may show its operator
 _FORMULAS = ("linear", "norm", "silu", "gelu", "embedding", "softmax", "matmul", "bmm", FUSED)
 
@@ -109,6 +110,7 @@ def audit(
                 run.judge_deferred()
             run.inside_attention()
             if not quick:
+                run.call_alone(seed)
                 run.drive(workloads[0].inputs, seed)
     found = conclude(run.log, run.judged_model())
     if not faults:
@@ -148,9 +150,12 @@ class AuditRun:
             f"patched at run time, so the host ran the code from the installed package instead: {words}"
         ] * bool(words)
         self._has_short = False  # whether operators that can be driven were given sixteen bits
+        self._copy_model()
+
+    def _copy_model(self) -> None:
         try:
             with host_arithmetic():
-                self._twin = HostTwin(model)
+                self._twin = HostTwin(self.model)
         except Exception as error:  # a module may refuse to be copied
             self._no_twin = f"the model can't be copied ({type(error).__name__}: {str(error)[:80]})"
 
@@ -254,6 +259,33 @@ class AuditRun:
         with host_arithmetic():
             self.judge_deferred()
 
+    def call_alone(self, seed: int) -> None:
+        """Call the linears that no forward called, such as those for images, with random numbers."""
+        known = self.log.judged.modules | self.log.judged.reasons.keys() | self.judged_model().read_directly
+        used = {id(p) for name in known for p in self.model.get_submodule(name).parameters(recurse=False)}
+        generator = torch.Generator("cpu").manual_seed(seed)
+        called = []
+        for name in dict.fromkeys(unit.module for unit in self._anatomy.units):
+            module = self.model.get_submodule(name)
+            if type(module) is not nn.Linear or name in known or id(module.weight) in used or module.weight.is_meta:
+                continue
+            tree = CallTree(self._states, "calls alone", self.log.forwards)
+            self.log.begin(self.log.forwards, keep_hashes=False, repeated=False)
+            x = torch.randn(2, _ALONE, module.in_features, generator=generator).to(module.weight)
+            with (
+                contextlib.suppress(Exception),  # of a hook that needs the rest of the model: then it is not judged
+                watch(self.model, tree.end, lambda unit, operator: True, before=tree.begin, anatomy=self._anatomy),
+            ):
+                y = module(x)
+                called.append(name)
+            with host_arithmetic():
+                for node in tree.nodes:
+                    self.log.nonfinite.see(node)
+                    self.log.call(node)
+                    self.log.returned(node, y)
+        words = f"called alone, with random numbers, because no forward calls them: {', '.join(called)}"
+        self.log.remarks += [words] * bool(called)
+
     def drive(self, inputs: Batch, seed: int) -> None:
         """Call 16-bit norms, softmax and attention again, with inputs that reveal their internal arithmetic."""
         if self._twin is None or not self._has_short:
@@ -299,6 +331,8 @@ class AuditRun:
 
         with watch(self.model, tree.end, where, before=tree.begin, anatomy=self._anatomy), ChoiceCalls(tree):
             output = self.model(**inputs)
+        if self._twin is not None and not self._twin.fits(self.model):
+            self._copy_model()
         with host_arithmetic():
             self._states.settle()
             self._judge(tree, output, opened, base=base, together=not (keep_hashes or repeated))

@@ -88,6 +88,7 @@ class HostTwin:
     """The modules of a model, copied without weights, whose calls are answered from a recorded call tree."""
 
     def __init__(self, model: nn.Module) -> None:
+        self._copied = dict(model.named_modules())
         self._modules = copied_modules(model)
         self._twins = {id(module): self._modules[name] for name, module in model.named_modules()}  # as arguments
         for name, module in self._modules.items():
@@ -99,6 +100,11 @@ class HostTwin:
         kind = device_of(model).type
         self._cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         self._convolved = convolution_bits(kind)
+
+    def fits(self, model: nn.Module) -> bool:
+        """Whether the model still has the modules that were copied: BigBird's code exchanges some in its first forward."""
+        now = dict(model.named_modules())
+        return now.keys() == self._copied.keys() and all(now[name] is module for name, module in self._copied.items())
 
     def follow(self, nodes: list[Node], report: Callable[[Node, Comparison], None]) -> None:
         """Compare the modules among these calls of one forward, in the order in which their code runs.
