@@ -269,7 +269,7 @@ class AuditRun:
             module = self.model.get_submodule(name)
             if type(module) is not nn.Linear or name in known or id(module.weight) in used or module.weight.is_meta:
                 continue
-            tree = CallTree(self._states, "calls alone", self.log.forwards)
+            tree, y = CallTree(self._states, "calls alone", self.log.forwards), None
             self.log.begin(self.log.forwards, keep_hashes=False, repeated=False)
             x = torch.randn(2, _ALONE, module.in_features, generator=generator).to(module.weight)
             with (

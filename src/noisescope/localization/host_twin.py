@@ -102,7 +102,7 @@ class HostTwin:
         self._convolved = convolution_bits(kind)
 
     def fits(self, model: nn.Module) -> bool:
-        """Whether the model still has the modules that were copied: BigBird's code exchanges some in its first forward."""
+        """Whether the model still has the modules that were copied: BigBird exchanges some in its first forward."""
         now = dict(model.named_modules())
         return now.keys() == self._copied.keys() and all(now[name] is module for name, module in self._copied.items())
 
