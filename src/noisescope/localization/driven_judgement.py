@@ -226,7 +226,7 @@ def judge_weights(call: DrivenWeights) -> Driven:
 
 def _each_depth_once(call: DrivenWeights) -> tuple[Tensor, Tensor]:
     """The depths that differ, and the mean weight of each."""
-    depth, which, count = call.depth.unique(return_inverse=True, return_counts=True)
+    depth, which, count = torch.unique(call.depth, return_inverse=True, return_counts=True)
     return depth, torch.zeros_like(depth).index_add_(0, which, call.weight) / count
 
 
