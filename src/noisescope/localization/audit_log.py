@@ -73,7 +73,8 @@ class AuditLog:
         self._count = 0
         self._patterns: Counter[int] = Counter()  # by forward
         self._calls: dict[Site, int] = {}  # of each site, in this forward
-        self._between: dict[tuple[Site, str, tuple[int, ...]], tuple[int, ...]] = {}  # what arrived where something else was expected
+        # What arrived where something else was expected, by their hashes.
+        self._between: dict[tuple[Site, str, tuple[int, ...]], tuple[int, ...]] = {}
 
     # -- forwards
 
