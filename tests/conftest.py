@@ -33,7 +33,7 @@ LONGEST = (
     "compat/diagnostic/test_compatibility.py",
 )
 
-# Recording lines makes Python half as slow again. The lines that these files run are recorded in others: whole
+# Recording lines makes Python code take twice as long. The lines that these files run are recorded in others: whole
 # questions are made of modules that have tests of their own, and all relations are passed in test_relations_faults.py.
 NOT_RECORDED = (
     "test_api.py",
@@ -46,6 +46,8 @@ NOT_RECORDED = (
     "localization/test_locate.py",
     "localization/test_relations.py",
 )
+# Where a case takes half a second: of a parametrised test only the first case is recorded.
+FIRST_CASE_RECORDED = ("localization", "engines")
 
 
 @pytest.hookimpl(trylast=True)
@@ -56,8 +58,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: order.get(item.path, len(order)))
     paused = {here / name for name in NOT_RECORDED}
     for item in items:
-        if item.path in paused:
+        folder = item.path.relative_to(here).parts[0]
+        if item.path in paused or (folder in FIRST_CASE_RECORDED and _is_later_case(item)):
             item.add_marker("no_cover")
+
+
+def _is_later_case(item: pytest.Item) -> bool:
+    case = getattr(item, "callspec", None)
+    return case is not None and any(case.indices.values())
 
 
 def pytest_collection_finish() -> None:
