@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,14 @@ def network() -> Iterator[Network]:
     yield NETWORK
     refused, NETWORK.refused = NETWORK.refused, []
     assert not refused
+
+
+@pytest.fixture(scope="module")
+def benchmark_module() -> Iterator[Callable[[str], Any]]:
+    """Import a script of benchmarks/ by its name."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+        yield importlib.import_module
 
 
 @pytest.fixture
