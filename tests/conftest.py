@@ -26,12 +26,16 @@ hypothesis.settings.load_profile("here")
 LONGEST = (
     "cli/test_demo.py",
     "runs/test_ray_executor.py",
-    "test_api.py",
-    "training/test_phases_experiment.py",
-    "localization/test_relations.py",
+    "localization/test_audit.py",
     "localization/test_relations_faults.py",
+    "localization/test_relations.py",
+    "training/test_phases_experiment.py",
+    "engines/test_compare.py",
+    "localization/test_relations_guards.py",
     "compat/noisy_ops/test_process_wide.py",
-    "compat/diagnostic/test_compatibility.py",
+    "localization/test_backward.py",
+    "localization/test_scans.py",
+    "test_api.py",
 )
 
 # Recording lines makes Python code take twice as long. The lines that these files run are recorded in others: whole
@@ -48,7 +52,19 @@ NOT_RECORDED = (
     "localization/test_relations.py",
 )
 # Where a case takes half a second: of a parametrised test only the first case is recorded.
-FIRST_CASE_RECORDED = ("localization", "engines")
+FIRST_CASE_RECORDED = (
+    "engines/test_compare.py",
+    "localization/test_audit.py",
+    "localization/test_audit_attention.py",
+    "localization/test_audit_code.py",
+    "localization/test_audit_phases.py",
+    "localization/test_fingerprint_locator.py",
+    "localization/test_formula_recognition_classes.py",
+    "localization/test_relations_faults.py",
+    "localization/test_relations_guards.py",
+    "localization/test_repeated_calls.py",
+    "localization/test_scans.py",
+)
 
 
 @pytest.hookimpl(trylast=True)
@@ -57,10 +73,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     order = {here / name: at for at, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path, len(order)))
-    paused = {here / name for name in NOT_RECORDED}
+    paused, first_only = ({here / name for name in names} for names in (NOT_RECORDED, FIRST_CASE_RECORDED))
     for item in items:
-        folder = item.path.relative_to(here).parts[0]
-        if item.path in paused or (folder in FIRST_CASE_RECORDED and _is_later_case(item)):
+        if item.path in paused or (item.path in first_only and _is_later_case(item)):
             item.add_marker("no_cover")
 
 
