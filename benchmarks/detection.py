@@ -32,6 +32,7 @@ import torch
 from detection_effect import effect_of, windows
 from detection_grid import DTYPES, Cell, classes, grid, is_quick, sample
 from detection_tables import Row, failures, show, show_failures, summary
+from stored_rows import stored_rows
 
 import noisescope as ns
 from noisescope.errors import InvalidInput, NothingInjected
@@ -161,16 +162,6 @@ def _short(suspect: Suspect) -> Row:
 # -- all cells
 
 
-def read(store: Path) -> dict[tuple[str, str, str], Row]:
-    """Rows of earlier runs; a line cut off by a crash is run again."""
-    known = {}
-    for line in store.read_text().splitlines() if store.exists() else []:
-        with contextlib.suppress(json.JSONDecodeError):
-            row = json.loads(line)
-            known[row["cell"], row["method"], row["tag"]] = row
-    return known
-
-
 def run(
     cells: list[Cell],
     methods: dict[str, Locator],
@@ -181,7 +172,7 @@ def run(
     seconds: float = math.inf,
 ) -> list[Row]:
     """Rows of these cells and methods, from the store or run now; stops after `seconds` of this process."""
-    known = read(store)
+    known = stored_rows(store)
     store.parent.mkdir(parents=True, exist_ok=True)
     started = time.process_time()
     done = []
@@ -243,7 +234,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
 
     if options.stored:
-        rows = [row for row in read(options.store).values() if row["tag"] == options.tag]
+        rows = [row for row in stored_rows(options.store).values() if row["tag"] == options.tag]
         _conclude(rows, list(dict.fromkeys(row["method"] for row in rows)), options)
         return
     methods = locators(options.methods.split(","))

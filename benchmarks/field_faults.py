@@ -36,6 +36,7 @@ from field_own import OwnModel
 from field_tables import Row, show, summary
 from field_visibility import Visibility, measure, tokens
 from field_zoo import HealthyModel, healthy_models
+from stored_rows import stored_rows
 from torch import nn
 
 import noisescope as ns
@@ -105,16 +106,6 @@ def _expected(case: FaultCase) -> str:
     return f"{' or '.join(places)}: {', '.join(operators)} ({', '.join(sorted(case.classes))})"
 
 
-def read(store: Path) -> dict[tuple[str, str, str], Row]:
-    """Rows of earlier runs; a line that was cut off is run again."""
-    known = {}
-    for line in store.read_text().splitlines() if store.exists() else []:
-        with contextlib.suppress(json.JSONDecodeError):
-            row = json.loads(line)
-            known[row["cell"], row["method"], row["tag"]] = row
-    return known
-
-
 def chosen(half: str, part: str, count: int | None, only: str = "") -> list[Cell]:
     """The cells of a half, at most `count` of each part; the order is fixed, so fewer cells are a sample."""
     parts: list[list[Cell]] = []
@@ -136,7 +127,7 @@ def run(
     stored: bool = False,
 ) -> list[Row]:
     """Judged rows of these cells, from the store or run now; stops after `seconds` of this process."""
-    known = read(store)
+    known = stored_rows(store)
     store.parent.mkdir(parents=True, exist_ok=True)
     start = time.process_time()
     done = []

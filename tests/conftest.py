@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,15 +26,19 @@ hypothesis.settings.load_profile("here")
 LONGEST = (
     "cli/test_demo.py",
     "runs/test_ray_executor.py",
-    "test_api.py",
-    "training/test_phases_experiment.py",
-    "localization/test_relations.py",
+    "localization/test_audit.py",
     "localization/test_relations_faults.py",
+    "localization/test_relations.py",
+    "training/test_phases_experiment.py",
+    "engines/test_compare.py",
+    "localization/test_relations_guards.py",
     "compat/noisy_ops/test_process_wide.py",
-    "compat/diagnostic/test_compatibility.py",
+    "localization/test_backward.py",
+    "localization/test_scans.py",
+    "test_api.py",
 )
 
-# Recording lines makes Python half as slow again. The lines that these files run are recorded in others: whole
+# Recording lines makes Python code take twice as long. The lines that these files run are recorded in others: whole
 # questions are made of modules that have tests of their own, and all relations are passed in test_relations_faults.py.
 NOT_RECORDED = (
     "test_api.py",
@@ -46,6 +51,20 @@ NOT_RECORDED = (
     "localization/test_locate.py",
     "localization/test_relations.py",
 )
+# Where a case takes half a second: of a parametrised test only the first case is recorded.
+FIRST_CASE_RECORDED = (
+    "engines/test_compare.py",
+    "localization/test_audit.py",
+    "localization/test_audit_attention.py",
+    "localization/test_audit_code.py",
+    "localization/test_audit_phases.py",
+    "localization/test_fingerprint_locator.py",
+    "localization/test_formula_recognition_classes.py",
+    "localization/test_relations_faults.py",
+    "localization/test_relations_guards.py",
+    "localization/test_repeated_calls.py",
+    "localization/test_scans.py",
+)
 
 
 @pytest.hookimpl(trylast=True)
@@ -54,10 +73,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     order = {here / name: at for at, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path, len(order)))
-    paused = {here / name for name in NOT_RECORDED}
+    paused, first_only = ({here / name for name in names} for names in (NOT_RECORDED, FIRST_CASE_RECORDED))
     for item in items:
-        if item.path in paused:
+        if item.path in paused or (item.path in first_only and _is_later_case(item)):
             item.add_marker("no_cover")
+
+
+def _is_later_case(item: pytest.Item) -> bool:
+    case = getattr(item, "callspec", None)
+    return case is not None and any(case.indices.values())
 
 
 def pytest_collection_finish() -> None:
@@ -84,6 +108,14 @@ def network() -> Iterator[Network]:
     yield NETWORK
     refused, NETWORK.refused = NETWORK.refused, []
     assert not refused
+
+
+@pytest.fixture(scope="module")
+def benchmark_module() -> Iterator[Callable[[str], Any]]:
+    """Import a script of benchmarks/ by its name."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+        yield importlib.import_module
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ QUICK: dict[str, Any] = {"window": 2, "seeds": 2, "slice_samples": 4, "metric": 
 
 
 def subject() -> ns.Subject:
-    return ns.wrap(tiny_model("llama", layers=4))
+    return ns.wrap(tiny_model("llama", layers=2))
 
 
 class Counting:
@@ -107,11 +107,11 @@ def test_a_bigger_question_reuses_the_store(tmp_path: Path) -> None:
 
 def test_noise_in_the_head_is_the_heads() -> None:
     """A head that amplifies: lm_head stands out, the last block does not."""
-    model = tiny_model("llama", layers=4)
-    report = api.diagnose(ns.wrap(model), BATCHES, **{**QUICK, "window": 1}, effort="full")
+    model = tiny_model("llama", layers=2)
+    report = api.diagnose(ns.wrap(model), BATCHES, **{**QUICK, "window": 1}, effort="full", levels=("layer",))
     layers = report["layer_analysis"]
     head, last = layers["places"]["lm_head"], layers["layers"][-1]
-    alone = ns.Injection(ns.Gaussian(0.05), layers={3}, operators={"gemm"}, phases={"forward"})
+    alone = ns.Injection(ns.Gaussian(0.05), layers={1}, operators={"gemm"}, phases={"forward"})
     with ns.inject(model, alone) as tally, torch.no_grad():
         model(BATCHES[0])
     assert tally.per_operator["linear"].forward == 7 and "lm_head" not in tally.per_layer
@@ -217,8 +217,8 @@ from noisescope import api, wrap
 from noisescope.testing import tiny_model
 
 torch.set_num_threads(1)
-batches = torch.randint(1, 60, (16, 10), generator=torch.Generator().manual_seed(4)).split(4)
-model = wrap(tiny_model("llama", layers=4))
+batches = torch.randint(1, 60, (8, 10), generator=torch.Generator().manual_seed(4)).split(4)
+model = wrap(tiny_model("llama", layers=2))
 report = api.diagnose(model, batches, seeds=2, slice_samples=4, metric="agreement", options=api.Options(output=folder))
 report.save(folder, formats=["json"])
 """

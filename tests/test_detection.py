@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import math
 import random
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,29 +18,20 @@ from noisescope.model.loading import wrap
 from noisescope.sites import Site
 from noisescope.testing import tiny_model
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _importable():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(BENCHMARKS)
-        yield
+@pytest.fixture(scope="module")
+def bench(benchmark_module):
+    return benchmark_module("detection")
 
 
 @pytest.fixture(scope="module")
-def bench(_importable):
-    return importlib.import_module("detection")
+def cells_of(benchmark_module):
+    return benchmark_module("detection_grid")
 
 
 @pytest.fixture(scope="module")
-def cells_of(_importable):
-    return importlib.import_module("detection_grid")
-
-
-@pytest.fixture(scope="module")
-def tables(_importable):
-    return importlib.import_module("detection_tables")
+def tables(benchmark_module):
+    return benchmark_module("detection_tables")
 
 
 @pytest.fixture(scope="module")
@@ -230,12 +219,12 @@ def test_the_effect_is_that_at_the_operator(bench, cells_of, tables, subject):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_ulp_is_the_step_to_the_next_number(dtype):
+def test_a_ulp_is_the_step_to_the_next_number(dtype, benchmark_module):
     """At numbers of every size, zero, subnormal ones and powers of two among them."""
     tiny = torch.finfo(dtype).tiny
     x = torch.tensor([0.0, 1.0, 1.5, 2.0, 3e-5, 300.0, tiny, tiny / 4], dtype=dtype)
     step = torch.nextafter(x, torch.full_like(x, math.inf)).double() - x.double()
-    assert torch.equal(importlib.import_module("detection_effect").ulp(x.double(), dtype), step)
+    assert torch.equal(benchmark_module("detection_effect").ulp(x.double(), dtype), step)
 
 
 @pytest.mark.parametrize(

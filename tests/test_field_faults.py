@@ -17,31 +17,24 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 SAMPLE = 24  # cases that are run; the list is in a pseudo-random order
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _importable():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(BENCHMARKS)
-        yield
+@pytest.fixture(scope="module")
+def cases(benchmark_module) -> tuple[Any, ...]:
+    return benchmark_module("field_list").fault_cases()
 
 
 @pytest.fixture(scope="module")
-def cases(_importable) -> tuple[Any, ...]:
-    return importlib.import_module("field_list").fault_cases()
+def judge(benchmark_module) -> ModuleType:
+    return benchmark_module("field_judge")
 
 
 @pytest.fixture(scope="module")
-def judge(_importable) -> ModuleType:
-    return importlib.import_module("field_judge")
+def values(benchmark_module) -> ModuleType:
+    return benchmark_module("field_cases")
 
 
 @pytest.fixture(scope="module")
-def values(_importable) -> ModuleType:
-    return importlib.import_module("field_cases")
-
-
-@pytest.fixture(scope="module")
-def visibility(_importable) -> ModuleType:
-    return importlib.import_module("field_visibility")
+def visibility(benchmark_module) -> ModuleType:
+    return benchmark_module("field_visibility")
 
 
 def test_the_split_depends_on_the_name_alone(values, cases):
@@ -76,8 +69,8 @@ def sample(cases) -> tuple[Any, ...]:
     return tuple(dict.fromkeys((*kinds.values(), *tiny)))[:SAMPLE]
 
 
-def test_faults_are_visible_where_they_say_and_leave_no_trace(sample, visibility):
-    models = importlib.import_module("field_models")
+def test_faults_are_visible_where_they_say_and_leave_no_trace(sample, visibility, benchmark_module):
+    models = benchmark_module("field_models")
     for case in sample:
         model = models.build(case.model, case.dtype)
         state = {name: dict(vars(module)) for name, module in model.named_modules()}
@@ -103,8 +96,8 @@ def test_the_first_tensor_that_changes_is_where_the_case_says(sample, visibility
             assert blocks[0] in places, (case.name, change.module)
 
 
-def test_a_fault_is_undone_after_an_exception(cases, visibility):
-    models = importlib.import_module("field_models")
+def test_a_fault_is_undone_after_an_exception(cases, visibility, benchmark_module):
+    models = benchmark_module("field_models")
     case = next(case for case in cases if case.kind == "function" and case.model == "llama")
     model = models.build(case.model, case.dtype)
     before = visibility.outputs(model, case.shape)
@@ -208,9 +201,9 @@ def test_crashes_exclusions_and_healthy_models(judge, case, change, visibility):
     assert judge.judge_healthy(None, "RuntimeError: shape") == judge.CRASH
 
 
-def test_the_zoo_is_large_enough_and_builds(_importable):
-    zoo = importlib.import_module("field_zoo")
-    architectures = importlib.import_module("field_architectures")
+def test_the_zoo_is_large_enough_and_builds(benchmark_module):
+    zoo = benchmark_module("field_zoo")
+    architectures = benchmark_module("field_architectures")
     models = zoo.healthy_models()
     assert len({model.name.split(".")[0] for model in models}) >= 60
     assert len(architectures.names()) >= 100
@@ -220,12 +213,12 @@ def test_the_zoo_is_large_enough_and_builds(_importable):
         assert model(input_ids=torch.arange(3, 11)[None]).logits.shape == (1, 8, architectures.VOCABULARY)
 
 
-def test_runs_are_stored_and_not_run_again(_importable, tmp_path, monkeypatch):
-    script = importlib.import_module("field_faults")
+def test_runs_are_stored_and_not_run_again(benchmark_module, tmp_path, monkeypatch):
+    script = benchmark_module("field_faults")
     cells = [cell for cell in script.chosen("all", "faults", None, "gain-3-percent/llama") if cell.model == "llama"]
     first = script.run(cells, ["auto"], tmp_path / "runs.jsonl", "t")
     assert [row["outcome"] for row in first] == ["named"]
     monkeypatch.setattr(script, "run_fault", lambda *_: pytest.fail("run again"))
     assert script.run(cells, ["auto"], tmp_path / "runs.jsonl", "t") == first
-    found = importlib.import_module("field_tables").summary(first)
+    found = benchmark_module("field_tables").summary(first)
     assert (found["faults"], found["named_share"], found["class_right_share"]) == (1, 1.0, 1.0)

@@ -132,7 +132,7 @@ def test_every_text_of_a_command_goes_through_say() -> None:
     printing = {
         path.name for path in CLI.glob("*.py") if re.search(r"\btyper\.(echo|secho)\(|\bprint\(", path.read_text())
     }
-    assert printing == {"terminal.py"}
+    assert printing == {"output.py"}
 
 
 def test_a_terminal_obeys_nothing(tmp_path: Path) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,11 +21,20 @@ FILES = {path.relative_to(SOURCE).as_posix(): path.read_text(encoding="utf-8") f
 DRAWS = ("rand", "randn", "randint", "randperm", "bernoulli", "normal")
 
 
-def nodes(kind: type[ast.AST]) -> Iterator[tuple[str, ast.AST]]:
-    for name, text in FILES.items():
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, kind):
-                yield name, node
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Callable[[type[ast.AST]], list[tuple[str, Any]]]]:
+    """Those of a kind, with the files they are in."""
+    kinds = (ast.Assign, ast.Delete, ast.Attribute, ast.Global, ast.Call)
+    found = [(name, n) for name, text in FILES.items() for n in ast.walk(ast.parse(text)) if isinstance(n, kinds)]
+    yield lambda kind: [(name, node) for name, node in found if isinstance(node, kind)]
+    found.clear()
+
+
+def dotted(node: ast.AST) -> str:
+    """`torch.rand` and the like; "" where something else than a name begins."""
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def test_no_file_is_longer_than_400_lines() -> None:
@@ -32,31 +42,31 @@ def test_no_file_is_longer_than_400_lines() -> None:
     assert not {name: text.count("\n") for name, text in FILES.items() if text.count("\n") > 400}
 
 
-def test_only_the_probe_replaces_a_forward_and_nothing_registers_hooks() -> None:
+def test_only_the_probe_replaces_a_forward_and_nothing_registers_hooks(nodes: Any) -> None:
     """`module.forward = ...`, `module.__dict__["forward"] = ...` and hooks on modules."""
     found = set()
     for name, node in nodes(ast.Assign | ast.Delete):
-        for target in node.targets:  # type: ignore[attr-defined]
+        for target in node.targets:
             held = isinstance(target, ast.Subscript) and ast.unparse(target).endswith("__dict__['forward']")
             put = isinstance(target, ast.Attribute) and target.attr == "forward" and ast.unparse(target.value) != "self"
             if held or put:
                 found.add(name)
     for name, node in nodes(ast.Attribute):
-        if re.fullmatch(r"register_(module_)?(forward|full_backward)(_pre)?_hook", node.attr):  # type: ignore[attr-defined]
+        if re.fullmatch(r"register_(module_)?(forward|full_backward)(_pre)?_hook", node.attr):
             found.add(name)
     assert found == {"probe/forward_patching.py", "probe/forward_wrapper.py"}
 
 
-def test_only_the_compatibility_layer_has_global_state() -> None:
+def test_only_the_compatibility_layer_has_global_state(nodes: Any) -> None:
     assert {name for name, _ in nodes(ast.Global)} <= {"compat/noisy_ops/state.py"}
 
 
-def test_nothing_draws_from_the_callers_generators() -> None:
+def test_nothing_draws_from_the_callers_generators(nodes: Any) -> None:
     """Every draw names its generator; numpy's comes from default_rng; only training seeds torch, in a saved state."""
     drawn, seeded = set(), set()
     for name, node in nodes(ast.Call):
-        called = ast.unparse(node.func)  # type: ignore[attr-defined]
-        keywords = {one.arg for one in node.keywords}  # type: ignore[attr-defined]
+        called = dotted(node.func)
+        keywords = {one.arg for one in node.keywords}
         if called in {f"torch.{draw}" for draw in DRAWS} and "generator" not in keywords:
             drawn.add(name)
         if re.fullmatch(r"np\.random\.(?!default_rng|get_state|set_state)\w+", called):
@@ -75,10 +85,10 @@ def test_draws_are_those_of_this_engine_version() -> None:
     assert (ENGINE_VERSION, digest) == (2, "632f9e9689ebe07c")
 
 
-def test_no_network_pickles_or_remote_code() -> None:
+def test_no_network_pickles_or_remote_code(nodes: Any) -> None:
     for name, node in nodes(ast.Call):
-        called = ast.unparse(node.func)  # type: ignore[attr-defined]
-        keywords = {one.arg: ast.unparse(one.value) for one in node.keywords}  # type: ignore[attr-defined]
+        called = dotted(node.func)
+        keywords = {one.arg: ast.unparse(one.value) for one in node.keywords}
         if name != "runs/ray_worker.py":  # what Ray's driver sends to its own actors
             assert called not in ("pickle.load", "pickle.loads", "yaml.load", "eval", "exec"), name
         if called == "torch.load":

@@ -14,7 +14,7 @@ from noisescope import demo
 from noisescope.api import defaults
 from noisescope.api.reports import stored_command
 from noisescope.model import cpu_dtype
-from noisescope.model.loading import load
+from noisescope.model.loading import load, wrap
 from noisescope.options.device_commands import LocateOptions
 from noisescope.options.sensitivity import DiagnoseOptions, RobustnessOptions
 from noisescope.runs.store import Store
@@ -85,7 +85,11 @@ def test_stored_dtypes(half: str, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def subject() -> Any:
-    return replace(load("demo"), source="somebody's")  # of the bundled model the size is known
+    """The first blocks of the demo, under another name: of the bundled model the size is known."""
+    found = load("demo")
+    found.model.model.layers = found.model.model.layers[:2]
+    found.model.config.num_hidden_layers = 2
+    return replace(wrap(found.model, found.tokenizer), source="somebody's")
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ def call(*arguments: Any, code: int) -> Any:
 
 def test_a_healthy_model_is_called_healthy() -> None:
     """With what would have shown, by operator."""
-    output = call("demo", code=0).stdout
+    output = call("tiny:llama", code=0).stdout
     assert output.startswith("healthy: ") and "method: auto: audit" in output and "detection limits:" in output
     assert "linear: " in output and "softmax: " in output
 
@@ -31,15 +31,15 @@ def test_a_healthy_model_is_called_healthy() -> None:
 @pytest.mark.parametrize(
     ("fault", "where", "kind"),
     [
-        ("gain:0.01@7/linear/down_proj", "linear at block 7 (model.layers.7.mlp.down_proj)", "gain"),
-        ("dead_zone:0.3@10", "residual at block 10", "dead zone"),
-        ("exp_table@5/softmax", "softmax at block 5", "function table"),
+        ("gain:0.01@1/linear/down_proj", "linear at block 1 (model.layers.1.mlp.down_proj)", "gain"),
+        ("dead_zone:0.3@1", "residual at block 1", "dead zone"),
+        ("exp_table@0/softmax", "softmax at block 0", "function table"),
         ("bias:0.3@lm_head", "linear at lm_head", "bias"),
     ],
 )
 def test_a_simulated_fault_is_found(fault: str, where: str, kind: str) -> None:
     """The layer, the operator, the module and the kind; exit code 0, for the search was right."""
-    output = call("demo", "--quick", "--simulate", fault, code=0).stdout
+    output = call("tiny:llama", "--quick", "--simulate", fault, code=0).stdout
     first = output.splitlines()[1]
     assert output.startswith("faulty") and where in first and kind in first and "; found" in output
 

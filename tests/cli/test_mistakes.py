@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
-import resource
 import subprocess
 import sys
 import types
@@ -18,16 +18,100 @@ import noisescope
 from noisescope.cli import app, command_builder
 from noisescope.runs.store import Store
 
+# Each line of arguments that comes in is answered with exit code, stdout, stderr and seconds of processor time.
 BLOCKED = """
-import sys
+import contextlib, io, json, sys, time
 class Block:
     def find_spec(self, name, path=None, target=None):
         if name.partition('.')[0] in ('torch', 'transformers'):
             raise AssertionError(f'{name} is imported')
 sys.meta_path.insert(0, Block())
 from noisescope.cli import main
-main()
+start = 0.0
+for line in sys.stdin.read().splitlines():
+    sys.argv = ['noisescope', *line.split()]
+    code = None
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        try:
+            main()
+        except SystemExit as left:
+            code = left.code
+    print(json.dumps([code, out.getvalue(), err.getvalue(), time.process_time() - start]))
+    start = time.process_time()
 """
+
+
+MISTAKES = [
+    ("diagnose demo --effort standrad", "unknown effort 'standrad'.*Did you mean 'standard'"),
+    ("diagnose demo --data nowhere.jsonl", "there is no file nowhere.jsonl"),
+    ("diagnose path/to/nothing", "there is no file or folder 'path/to/nothing'"),
+    ("diagnose demo --samples -3", "--samples must be at least 1, got -3"),
+    ("diagnose demo --max-tokens many", "--max-tokens must be a whole number, got the text 'many'"),
+    ("diagnose demo --config tokens.yaml", "tokens.yaml: max_tokens must be a whole number, got the text 'many'"),
+    ("compare a.record a.record --affordable 1", "--affordable needs --sensitivity"),
+    ("compare a.record a.record --config x", "there is no option --config. See noisescope compare --help"),
+    ("plan precision . --average-bits 99", "--average-bits must be from 3 to 16, got 99"),
+    ("plan precision . --average-bits 2", "--average-bits must be from 3 to 16, got 2"),
+    (
+        "diagnose demo --smaples 3",
+        "no option --smaples. Did you mean --samples\\? See noisescope diagnose",
+    ),
+    ("diagnose demo --no_such_thing", "there is no option --no_such_thing. See noisescope diagnose --help"),
+    ("plan precision . --varify", "Did you mean --verify\\? See noisescope plan precision --help"),
+    ("diagnoze demo", "No such command 'diagnoze'.*See noisescope --help"),
+    ("plan precison .", "No such command 'precison'.*See noisescope plan --help"),
+    ("--smaples 3", "No such option: --smaples. See noisescope --help"),
+    ("diagnose demo --samples", "--samples needs a value, and nothing follows it. See noisescope diagnose --help"),
+    ("diagnose demo --data --samples 3", "--data needs a value, and --samples follows it. See noisescope diagnose"),
+    ("diagnose demo other", "unexpected extra argument.*other.*See noisescope diagnose --help"),
+    ("compare a.record", "B is missing: .*See noisescope compare --help"),
+    ("locate tiny:foo", "unknown tiny model .foo."),
+    ("locate demo --device meta", "unknown device .meta."),
+    ("locate demo --simulate nonsense", "'nonsense' does not say where the fault is. The format is family"),
+    ("locate demo --simulate deadzone:0.3@10", "unknown fault family 'deadzone'.*Did you mean 'dead_zone'"),
+    ("locate demo --simulate dead_zone:-1@10", "magnitude of dead_zone must be at least 0, got -1"),
+    ("locate demo --simulate stuck_bit:bit=99@3", "bit of stuck_bit must be from 0 to 63, got 99"),
+    ("locate demo --simulate gain:0.01@head", "unknown place 'head'.*lm_head"),
+    ("locate demo --simulate gain:0.01@-1", "blocks are numbered from 0"),
+    ("locate demo --simulate exp_table@3/linear", "exp_table acts on softmax, not on linear"),
+    ("locate demo --fault_type deadzone --ground_truth_layer 3", "unknown fault family 'deadzone'"),
+    ("record demo --simulate gain:much@3 -o x.record", "magnitude of gain must be a finite number, got 'much'"),
+    ("locate demo --device quux", "unknown device 'quux'. Allowed: cpu, cuda"),
+    ("diagnose demo --noise-scale 0", "a noise scale of 0 injects nothing"),
+    ("diagnose demo --noise-scale much", "--noise-scale must be a number, got the text 'much'"),
+    ("diagnose demo --operators sofmax", "unknown operator 'sofmax'.*Did you mean 'softmax'"),
+    ("diagnose demo --mode operators", "unknown level 'operators'.*Did you mean 'operator'"),
+    ("robustness demo --executor slurm", "unknown executor 'slurm'"),
+    ("diagnose demo --device cudaa", "unknown device 'cudaa'.*Did you mean 'cuda'"),
+    ("passport --device cuda:one", "a device is a name such as cuda, or with a number cuda:1; got 'cuda:one'"),
+    ("diagnose --config run.yaml", "unknown option 'windw'.*Did you mean 'window'"),
+    ("report . --format docx", "unknown report format 'docx'"),
+    ("diagnose", "MODEL is missing"),
+    ("gate demo", "--baseline is missing"),
+    ("gate demo --baseline none.json", "there is no report at none.json"),
+    ("compare a.record b.record", "there is no folder b.record"),
+    ("locate demo --inputs none.txt", "there is no file none.txt \\(--inputs\\)"),
+    ("locate demo --inputs run.yaml", "unknown format of --inputs '.yaml'. Allowed: .txt, .jsonl"),
+    ("locate demo --quick --decode 4", "--quick runs 2 x 32 tokens and no others: leave it out, or --decode"),
+    ("locate demo --method scans --no-state", "--state is for the audit.*got method scans"),
+    ("locate demo --method scans --budget 9", "--budget is for the audit.*got method scans"),
+    ("locate demo --tokens 0", "--tokens must be at least 1, got 0"),
+    ("locate demo -o verdict.pdf", "unknown format of the verdict '.pdf'. Allowed: .json, .md, .html"),
+    ("locate demo --method audti", "unknown method 'audti'.*Did you mean 'audit'"),
+    ("plan precision none --average-bits 5", "there is no report at none"),
+    ("experiment phases --noise-levels 0 five", "extra argument"),
+    (
+        "diagnose demo --data columns.jsonl",
+        "none of the allowed forms. Fields found: query, reply.*--prompt-field query --answer-field reply",
+    ),
+    ("gate demo --baseline . --data columns.jsonl", "Or name them, such as --prompt-field query"),
+    ("diagnose demo --data columns.jsonl --prompt-field querry", "unknown field .*'querry'.*Did you mean 'query'"),
+    ("diagnose demo --data columns.jsonl --answer-field reply", "--answer-field needs --prompt-field"),
+    ("diagnose demo --prompt-field query --data data.docx", "unknown format of the data file.*Allowed: .jsonl"),
+    ("diagnose demo --metric perplexty", "unknown metric 'perplexty'.*Did you mean 'perplexity'"),
+    ("report unfinished", "not finished, so there is no report yet: noisescope runs resume unfinished"),
+    ("plan precision unfinished --average-bits 5", "is not finished.*noisescope runs resume unfinished"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -44,93 +128,30 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return here
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ("diagnose demo --effort standrad", "unknown effort 'standrad'.*Did you mean 'standard'"),
-        ("diagnose demo --data nowhere.jsonl", "there is no file nowhere.jsonl"),
-        ("diagnose path/to/nothing", "there is no file or folder 'path/to/nothing'"),
-        ("diagnose demo --samples -3", "--samples must be at least 1, got -3"),
-        ("diagnose demo --max-tokens many", "--max-tokens must be a whole number, got the text 'many'"),
-        ("diagnose demo --config tokens.yaml", "tokens.yaml: max_tokens must be a whole number, got the text 'many'"),
-        ("compare a.record a.record --affordable 1", "--affordable needs --sensitivity"),
-        ("compare a.record a.record --config x", "there is no option --config. See noisescope compare --help"),
-        ("plan precision . --average-bits 99", "--average-bits must be from 3 to 16, got 99"),
-        ("plan precision . --average-bits 2", "--average-bits must be from 3 to 16, got 2"),
-        (
-            "diagnose demo --smaples 3",
-            "no option --smaples. Did you mean --samples\\? See noisescope diagnose",
-        ),
-        ("diagnose demo --no_such_thing", "there is no option --no_such_thing. See noisescope diagnose --help"),
-        ("plan precision . --varify", "Did you mean --verify\\? See noisescope plan precision --help"),
-        ("diagnoze demo", "No such command 'diagnoze'.*See noisescope --help"),
-        ("plan precison .", "No such command 'precison'.*See noisescope plan --help"),
-        ("--smaples 3", "No such option: --smaples. See noisescope --help"),
-        ("diagnose demo --samples", "--samples needs a value, and nothing follows it. See noisescope diagnose --help"),
-        ("diagnose demo --data --samples 3", "--data needs a value, and --samples follows it. See noisescope diagnose"),
-        ("diagnose demo other", "unexpected extra argument.*other.*See noisescope diagnose --help"),
-        ("compare a.record", "B is missing: .*See noisescope compare --help"),
-        ("locate tiny:foo", "unknown tiny model .foo."),
-        ("locate demo --device meta", "unknown device .meta."),
-        ("locate demo --simulate nonsense", "'nonsense' does not say where the fault is. The format is family"),
-        ("locate demo --simulate deadzone:0.3@10", "unknown fault family 'deadzone'.*Did you mean 'dead_zone'"),
-        ("locate demo --simulate dead_zone:-1@10", "magnitude of dead_zone must be at least 0, got -1"),
-        ("locate demo --simulate stuck_bit:bit=99@3", "bit of stuck_bit must be from 0 to 63, got 99"),
-        ("locate demo --simulate gain:0.01@head", "unknown place 'head'.*lm_head"),
-        ("locate demo --simulate gain:0.01@-1", "blocks are numbered from 0"),
-        ("locate demo --simulate exp_table@3/linear", "exp_table acts on softmax, not on linear"),
-        ("locate demo --fault_type deadzone --ground_truth_layer 3", "unknown fault family 'deadzone'"),
-        ("record demo --simulate gain:much@3 -o x.record", "magnitude of gain must be a finite number, got 'much'"),
-        ("locate demo --device quux", "unknown device 'quux'. Allowed: cpu, cuda"),
-        ("diagnose demo --noise-scale 0", "a noise scale of 0 injects nothing"),
-        ("diagnose demo --noise-scale much", "--noise-scale must be a number, got the text 'much'"),
-        ("diagnose demo --operators sofmax", "unknown operator 'sofmax'.*Did you mean 'softmax'"),
-        ("diagnose demo --mode operators", "unknown level 'operators'.*Did you mean 'operator'"),
-        ("robustness demo --executor slurm", "unknown executor 'slurm'"),
-        ("diagnose demo --device cudaa", "unknown device 'cudaa'.*Did you mean 'cuda'"),
-        ("passport --device cuda:one", "a device is a name such as cuda, or with a number cuda:1; got 'cuda:one'"),
-        ("diagnose --config run.yaml", "unknown option 'windw'.*Did you mean 'window'"),
-        ("report . --format docx", "unknown report format 'docx'"),
-        ("diagnose", "MODEL is missing"),
-        ("gate demo", "--baseline is missing"),
-        ("gate demo --baseline none.json", "there is no report at none.json"),
-        ("compare a.record b.record", "there is no folder b.record"),
-        ("locate demo --inputs none.txt", "there is no file none.txt \\(--inputs\\)"),
-        ("locate demo --inputs run.yaml", "unknown format of --inputs '.yaml'. Allowed: .txt, .jsonl"),
-        ("locate demo --quick --decode 4", "--quick runs 2 x 32 tokens and no others: leave it out, or --decode"),
-        ("locate demo --method scans --no-state", "--state is for the audit.*got method scans"),
-        ("locate demo --method scans --budget 9", "--budget is for the audit.*got method scans"),
-        ("locate demo --tokens 0", "--tokens must be at least 1, got 0"),
-        ("locate demo -o verdict.pdf", "unknown format of the verdict '.pdf'. Allowed: .json, .md, .html"),
-        ("locate demo --method audti", "unknown method 'audti'.*Did you mean 'audit'"),
-        ("plan precision none --average-bits 5", "there is no report at none"),
-        ("experiment phases --noise-levels 0 five", "extra argument"),
-        (
-            "diagnose demo --data columns.jsonl",
-            "none of the allowed forms. Fields found: query, reply.*--prompt-field query --answer-field reply",
-        ),
-        ("gate demo --baseline . --data columns.jsonl", "Or name them, such as --prompt-field query"),
-        ("diagnose demo --data columns.jsonl --prompt-field querry", "unknown field .*'querry'.*Did you mean 'query'"),
-        ("diagnose demo --data columns.jsonl --answer-field reply", "--answer-field needs --prompt-field"),
-        ("diagnose demo --prompt-field query --data data.docx", "unknown format of the data file.*Allowed: .jsonl"),
-        ("diagnose demo --metric perplexty", "unknown metric 'perplexty'.*Did you mean 'perplexity'"),
-        ("report unfinished", "not finished, so there is no report yet: noisescope runs resume unfinished"),
-        ("plan precision unfinished --average-bits 5", "is not finished.*noisescope runs resume unfinished"),
-    ],
-)
-def test_a_mistake_is_answered_at_once(arguments: str, words: str, folder: Path) -> None:
-    """Exit code 2, one line, under a second of processor time, torch never imported."""
+@pytest.fixture(scope="module")
+def answers(folder: Path) -> dict[str, tuple[int, str, str, float]]:
+    """What one process answers to all of them, one after the other; the first includes its start."""
     environment = {**os.environ, "PYTHONPATH": str(Path(noisescope.__file__).parents[1])}
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    result = subprocess.run(
-        [sys.executable, "-c", BLOCKED, *arguments.split()], cwd=folder, env=environment, capture_output=True, text=True
-    )
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert result.returncode == 2, result.stderr
-    assert "Traceback" not in result.stderr and not result.stdout
-    assert len(result.stderr.splitlines()) == 1, result.stderr
-    assert re.search(words, " ".join(result.stderr.split())), result.stderr
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
+    lines = [arguments for arguments, _ in MISTAKES]
+    ran = subprocess.run(
+        [sys.executable, "-c", BLOCKED], input="\n".join(lines), cwd=folder, env=environment, capture_output=True,
+        text=True,
+    )  # fmt: skip
+    assert ran.returncode == 0 and not ran.stderr, ran.stderr
+    return dict(zip(lines, map(json.loads, ran.stdout.splitlines()), strict=True))
+
+
+@pytest.mark.parametrize(("arguments", "words"), MISTAKES)
+def test_a_mistake_is_answered_at_once(
+    arguments: str, words: str, answers: dict[str, tuple[int, str, str, float]]
+) -> None:
+    """Exit code 2, one line, under a second of processor time, torch never imported."""
+    code, out, err, seconds = answers[arguments]
+    assert code == 2, err
+    assert "Traceback" not in err and not out
+    assert len(err.splitlines()) == 1, err
+    assert re.search(words, " ".join(err.split())), err
+    assert seconds < 1.0
 
 
 @pytest.mark.parametrize(

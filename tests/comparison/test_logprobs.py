@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,14 +15,10 @@ from noisescope.comparison.logprobs import LogprobComparison, compare_logprobs
 from noisescope.comparison.roundoff import band_of
 from noisescope.errors import InvalidInput
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
 
 @pytest.fixture(scope="module")
-def plants() -> Iterator[ModuleType]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(BENCHMARKS)
-        yield importlib.import_module("logprob_plants")
+def plants(benchmark_module: Any) -> ModuleType:
+    return benchmark_module("logprob_plants")  # type: ignore[no-any-return]
 
 
 @pytest.fixture(scope="module")

@@ -166,6 +166,7 @@ def made_up(trial: Trial, truth: Truth, clean: float = 0.95) -> Result:
     return Result((), {}, {"norms": norms})
 
 
+@functools.cache
 def diagnosed(
     truth: Truth, *, clean: float = 0.95, spoil: Any = None, **settings: Any
 ) -> tuple[Conclusions, dict[str, Result], StudyContext]:

@@ -6,16 +6,13 @@ and MLP, of which one (a constant gain of a norm) does.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 import noisescope as ns
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 BLOCK = 7
 # Those that need weights, and those that the laws see at their limits: enough for each run, the rest is marked slow.
 HARD = ("gain 1 %", "swapped channels", "lost inputs", "inputs cut short", "short accumulation", "noise by value")
@@ -27,10 +24,8 @@ def subjects(shallow_demo: Callable[..., ns.Subject]) -> dict[str, ns.Subject]:
 
 
 @pytest.fixture(scope="module")
-def bench():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(BENCHMARKS)
-        yield importlib.import_module("relations")
+def bench(benchmark_module):
+    return benchmark_module("relations")
 
 
 def outcome(rows: Any) -> tuple[set[str], set[str]]:

@@ -26,15 +26,6 @@ ESTIMATORS = [hutch_plus_plus, xtrace]
 SIZE = 40
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Thousands of tiny products: a second thread only waits."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 

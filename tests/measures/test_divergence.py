@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -18,15 +17,6 @@ from noisescope.measures.divergence import KL_FLOOR, kl_divergence, rounding_flo
 from noisescope.testing import tiny_model
 
 V = 50_257
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Many small kernels: a second thread only waits."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def normal(*shape: int, seed: int = 0, spread: float = 1.0) -> Tensor:

@@ -98,7 +98,7 @@ def as_arguments(values: dict[str, Any]) -> list[str]:
 
 
 @given(values=options(), below=st.booleans(), some=st.data())
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])  # the fixture keeps nothing
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])  # the fixture keeps nothing
 def test_a_file_asks_what_the_command_line_asks(
     asked: Callable[..., DiagnoseOptions],
     tmp_path_factory: pytest.TempPathFactory,

@@ -85,15 +85,6 @@ class Seen(NoProgress):
         self.then(len(self.ids))
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Actors take over the number of threads; two actors of two threads on two cores would fight."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def subject() -> Any:
     return ns.load("tiny:llama")

@@ -19,11 +19,11 @@ from noisescope.cli.experiment import experiment
 from noisescope.cli.gate import gate_model
 from noisescope.cli.inspect import inspect_model
 from noisescope.cli.locate import locate_fault
+from noisescope.cli.output import say
 from noisescope.cli.passport import passport_of_device
 from noisescope.cli.plan import plan
 from noisescope.cli.records import compare_devices, record_device
 from noisescope.cli.runs import draw_report, runs
-from noisescope.cli.terminal import say
 from noisescope.errors import NoisescopeError
 from noisescope.plain_text import one_line
 

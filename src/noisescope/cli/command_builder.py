@@ -23,8 +23,8 @@ import typer
 import typer.core
 
 from noisescope import api, progress
+from noisescope.cli.output import say
 from noisescope.cli.progress_display import ProgressDisplay
-from noisescope.cli.terminal import say
 from noisescope.errors import InvalidInput, MissingExtra
 from noisescope.options.base import CommandOptions
 from noisescope.options.device_commands import RecordOptions

@@ -9,7 +9,7 @@ import typer
 from noisescope import api
 from noisescope.cli import command_builder, output
 from noisescope.cli.command_builder import add_command
-from noisescope.cli.terminal import say
+from noisescope.cli.output import say
 from noisescope.options.experiment_and_run_commands import PhasesOptions
 
 experiment = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Experiments with noise in training.")

@@ -6,7 +6,7 @@ import importlib.resources
 
 from noisescope import api
 from noisescope.cli import command_builder, output
-from noisescope.cli.terminal import say
+from noisescope.cli.output import say
 from noisescope.options.sensitivity import GateOptions
 
 

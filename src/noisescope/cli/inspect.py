@@ -6,8 +6,7 @@ import json
 from typing import Any
 
 from noisescope import api
-from noisescope.cli.output import aligned, print_each, write_table
-from noisescope.cli.terminal import say
+from noisescope.cli.output import aligned, print_each, say, write_table
 from noisescope.options.device_commands import InspectOptions
 
 

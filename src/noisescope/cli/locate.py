@@ -7,7 +7,7 @@ from typing import Any
 
 from noisescope import api
 from noisescope.cli import command_builder, output
-from noisescope.cli.terminal import say
+from noisescope.cli.output import say
 from noisescope.options.device_commands import LocateOptions
 
 CHECKS: dict[str, api.reports.pass_fail.Verdict] = {

@@ -1,4 +1,7 @@
-"""What commands print: results as JSON or in words, tables, the first screen of a report."""
+"""What commands print: results as JSON or in words, tables, the first screen of a report.
+
+Every text that a command shows goes through `say`.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,26 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import typer
+
 from noisescope import api
-from noisescope.cli.terminal import say
+from noisescope.plain_text import one_line, visible
+
+LONGEST_LINE = 1000  # characters
+BEFORE_PRINTING: list[Callable[[], None]] = []  # called first: a progress bar makes room for text
+
+
+def say(text: object = "", *, err: bool = False, nl: bool = True) -> None:
+    """Print lines of text. What a terminal would obey (colours, cursor, direction of writing) is shown instead."""
+    for make_room in BEFORE_PRINTING:
+        make_room()
+    typer.echo(visible(str(text), keep="\n\t"), err=err, nl=nl)
+
+
+def say_line(text: str, *, err: bool = False) -> None:
+    """Print what another file says: a line however it was broken, and not a megabyte."""
+    indent = text[: len(text) - len(text.lstrip(" "))]
+    say(indent + one_line(text, LONGEST_LINE), err=err)
 
 
 def finish(

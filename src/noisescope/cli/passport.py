@@ -8,8 +8,7 @@ from typing import Any
 
 from noisescope import api
 from noisescope.cli.command_builder import announcer
-from noisescope.cli.output import aligned
-from noisescope.cli.terminal import say
+from noisescope.cli.output import aligned, say
 from noisescope.errors import InvalidInput
 from noisescope.options.device_commands import PassportOptions
 

@@ -10,7 +10,7 @@ import typer
 from noisescope import api
 from noisescope.cli import command_builder, output
 from noisescope.cli.command_builder import add_command
-from noisescope.cli.terminal import say
+from noisescope.cli.output import say
 from noisescope.options.plans import (
     FaultTestOptions,
     KvCacheOptions,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
-from noisescope.cli.terminal import BEFORE_PRINTING, say
+from noisescope.cli.output import BEFORE_PRINTING, say
 from noisescope.progress import Phase
 
 SILENT = 3.0  # seconds before the first line: quick commands print none

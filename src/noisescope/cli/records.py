@@ -8,8 +8,7 @@ from typing import Any
 
 from noisescope import api
 from noisescope.cli import command_builder, output
-from noisescope.cli.logprobs import print_logprobs
-from noisescope.cli.terminal import say
+from noisescope.cli.output import say
 from noisescope.options.device_commands import CompareOptions, RecordOptions
 
 MOST_ROWS = 12
@@ -93,7 +92,7 @@ def print_found(
     if isinstance(found, api.comparison.SystemComparison):
         print_systems(found)
     elif isinstance(found, api.comparison.LogprobComparison):
-        print_logprobs(found)
+        _print_logprobs(found)
     else:
         print_comparison(found)
 
@@ -243,3 +242,27 @@ def print_costs(crossing: api.comparison.DifferenceCosts) -> None:
         broken = f"  {row.unmeasurable} sites not measurable" if row.unmeasurable else ""
         rough = "  rough: noise is not linear there" if row.nonlinear else ""
         say(f"  {row.layer:>5}  {row.affordable_relative_l2:>10.2g}  {has:>7}  {within}{broken}{rough}")
+
+
+def _print_logprobs(found: api.comparison.LogprobComparison) -> None:
+    """Both sides, the verdict, each cause with its nats, what remains, where to look, what can't be told."""
+    for name, side in (("a", found.a), ("b", found.b)):
+        say(f"{name}: {side.path} ({side.field}, {side.sequences} sequences, {side.tokens} tokens)")
+    say(f"matched by {found.matched_by}: {found.sequences} sequences, {found.tokens} tokens compared\n")
+    say(f"{found.verdict}. {found.words}\n")
+    words = api.reports.words.estimate
+    rows = [("", "mean |difference|, nats per token [95 % interval]", "tokens")]
+    rows.append(("all", words(found.gap).text, ""))
+    rows += [(cause.name, words(cause.nats).text, str(cause.tokens)) for cause in found.causes]
+    rows.append(("remains", words(found.remainder).text, str(found.tokens)))
+    say(output.aligned(rows))
+    for cause in found.causes:
+        say(f"\n{cause.name}: {cause.statement}\n  next: {cause.next_step}")
+    if found.worst:
+        apart = ", ".join(f"{row.sequence} ({row.nats:.3g})" for row in found.worst)
+        say(f"\nsequences that stand apart, in nats per token: {apart}")
+    if found.signed.value is not None:
+        say(f"\nmean of B - A after mending: {words(found.signed).text}")
+    if found.max_gap is not None:
+        say(f"allowed: {found.max_gap:g} nats per token: {found.outcome}")
+    output.print_each((*found.notes, *found.limits), "note: ")

@@ -10,8 +10,7 @@ import typer
 
 from noisescope import api
 from noisescope.cli.command_builder import COMMANDS, add_command, carry_out
-from noisescope.cli.output import print_each, write_table
-from noisescope.cli.terminal import say, say_line
+from noisescope.cli.output import print_each, say, say_line, write_table
 from noisescope.errors import InvalidInput
 from noisescope.options.base import WIDEN_TRUST, unlike_default
 from noisescope.options.experiment_and_run_commands import (

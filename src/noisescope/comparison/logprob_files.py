@@ -31,7 +31,6 @@ from noisescope.jsonform import Json
 Array = NDArray[np.float64]
 Token = int | str
 
-SUFFIXES = (".jsonl", ".ndjson", ".json")
 ROLLOUT = ("rollout_log_probs", "rollout_logprobs", "generation_logprobs", "sampling_per_token_logps", "vllm_logprobs")
 TRAINER = (
     "old_log_probs", "prev_logprobs", "old_per_token_logps", "per_token_logps", "actor_log_probs", "log_probs",

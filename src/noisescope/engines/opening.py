@@ -9,6 +9,7 @@ from dataclasses import fields
 from noisescope.comparison.systems import Sampling, Setting
 from noisescope.engines.protocol import Engine
 from noisescope.errors import InvalidInput, MissingExtra, unknown
+from noisescope.faults.parsing import number_or_text
 from noisescope.options.fields import ENGINES
 
 Arguments = Mapping[str, Setting]
@@ -58,16 +59,5 @@ def read_arguments(words: Sequence[str], side: str = "") -> dict[str, Setting]:
                 f"an engine argument must be NAME=VALUE, or a.NAME=VALUE or b.NAME=VALUE for one side; got {word!r}"
             )
         if not dot or which == side:
-            found[name if dot else key] = _value(value)
+            found[name if dot else key] = _WORDS[value.lower()] if value.lower() in _WORDS else number_or_text(value)
     return found
-
-
-def _value(text: str) -> Setting:
-    if text.lower() in _WORDS:
-        return _WORDS[text.lower()]
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text

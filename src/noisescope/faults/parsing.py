@@ -199,6 +199,11 @@ def _value(text: str) -> Any:
         return tuple(int(part) for part in text.split("+"))
     if text.lower() in ("true", "false", "none", "all"):
         return {"true": True, "false": False}.get(text.lower())
+    return number_or_text(text)
+
+
+def number_or_text(text: str) -> int | float | str:
+    """A whole number, another number, or the text as it is."""
     for kind in (int, float):
         try:
             return kind(text)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,26 +159,32 @@ def _shapes(width: int, heads: int) -> dict[str, tuple[int, ...]]:
 
 def _wrong(
     device: torch.device, dtype: torch.dtype, shape_name: str, shape: tuple[int, ...], generator: torch.Generator
-) -> Iterator[ArithmeticFault]:
+) -> list[ArithmeticFault]:
+    forms = [(name, form) for name, several in OPERATIONS.items() for form in several]
     with host_arithmetic():
         a, b = (_numbers(shape, dtype, generator) for _ in range(2))
         at = torch.randperm(shape[-2], generator=generator, device="cpu")
+        expected = [form(a, b, at) for _, form in forms]
     given = [t.to(device) for t in (a, b, at)]
-    for name, forms in OPERATIONS.items():
-        for form in forms:
-            try:
-                out = form(*given)
-                got = out.cpu()
-            except (RuntimeError, NotImplementedError, TypeError):  # the device has no such operation
-                continue
-            with host_arithmetic():
-                expected = form(a, b, at)
-                fault = _compared(name, got, expected)
+    got = [_result(form, given) for _, form in forms]
+    kind = str(dtype).removeprefix("torch.")
+    found = []
+    with host_arithmetic():
+        for (name, _), its, right in zip(forms, got, expected, strict=True):
+            fault = None if its is None else _compared(name, its, right)
             if fault is not None:
-                kind = str(dtype).removeprefix("torch.")
-                yield dataclasses.replace(fault, shapes=(shape_name,), dtypes=(kind,))
+                found.append(dataclasses.replace(fault, shapes=(shape_name,), dtypes=(kind,)))
                 if name == COPY:  # then the others can't be tested
-                    return
+                    break
+    return found
+
+
+def _result(form: Operation, given: list[Tensor]) -> Tensor | None:
+    """What the device computes; None if it has no such operation."""
+    try:
+        return form(*given).cpu()
+    except (RuntimeError, NotImplementedError, TypeError):
+        return None
 
 
 def _numbers(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -175,16 +175,15 @@ def mapped(value: Any, tensor: Callable[[Tensor], Any], other: Callable[[Any], A
     return other(value)
 
 
-def leaves_in(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def leaves_in(value: Any, path: str = "") -> list[tuple[str, Any]]:
     """The leaves of a tree (no tuples, lists or mappings), each with its path ("0", "position_embeddings.1")."""
     if isinstance(value, (tuple, list)):
-        for at, each in enumerate(value):
-            yield from leaves_in(each, f"{path}.{at}".lstrip("."))
+        parts: Iterable[tuple[Any, Any]] = enumerate(value)
     elif isinstance(value, dict):
-        for key, each in value.items():
-            yield from leaves_in(each, f"{path}.{key}".lstrip("."))
+        parts = value.items()
     else:
-        yield path, value
+        return [(path, value)]
+    return [leaf for key, each in parts for leaf in leaves_in(each, f"{path}.{key}" if path else str(key))]
 
 
 def plain_values(value: Any) -> dict[str, Any]:

@@ -59,7 +59,6 @@ class Judgement:
     nonfinite: int = 0  # of these, finite on one side only
     elements: int = 0
     mean_ulp: float = 0.0  # along the sign of the value
-    offset_ulp: float = 0.0  # along +1
     rms: float = 0.0  # sqrt(mean (e / sigma)^2)
     channels: set[int] = field(default_factory=set)  # with elements beyond the tolerance, or alarms of their own
     tests: int = 0
@@ -287,7 +286,7 @@ def _judge_means(means: Means, by_row: Tensor, y: Tensor, sums: bool, form: Form
     result.raise_to("signed", float(total.strength(limit)))
     result.raise_to("rms", ratio / (RMS_LIMIT + Z_MEAN * math.sqrt(2 * alike / count)))
     result.rms = math.sqrt(ratio)
-    result.mean_ulp, result.offset_ulp = float(total.signed) / weight, float(total.along) / weight
+    result.mean_ulp = float(total.signed) / weight
     result.visible_mean = float(limit) / weight
     result.visible_gain = result.visible_mean * 1.44 * form.u  # an ulp is 2u to u of a value, 1.44u on average
     if sums:

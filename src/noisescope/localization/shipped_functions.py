@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import is_not
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
@@ -60,10 +61,12 @@ _AT_IMPORT = {
     owner: {name: f for name, f in _held(owner).items() if _is_function(f) and _counts(owner, name)}
     for owner in _owners()
 }
-# Flat, and with views that stay current: these 2,000 names are looked up before every product on the host.
-_LOOKUPS = [
-    (vars(owner).get, name, f, _foreign(f), owner) for owner, held in _AT_IMPORT.items() for name, f in held.items()
-]
+_FOREIGN_AT_IMPORT = {
+    (owner, name): None for owner, held in _AT_IMPORT.items() for name, f in held.items() if _foreign(f)
+}
+# With views that stay current: these 2,000 names are compared before every product on the host, so no Python code runs
+# for each of them.
+_LOOKUPS = [(owner, vars(owner).get, tuple(held), tuple(held.values())) for owner, held in _AT_IMPORT.items()]
 
 
 @dataclass(frozen=True)
@@ -81,11 +84,16 @@ class Replaced:
 
 def replaced_functions() -> list[Replaced]:
     """All replaced functions that have a known original."""
+    changed = dict(_FOREIGN_AT_IMPORT)
+    for owner, get, names, was in _LOOKUPS:
+        if any(map(is_not, map(get, names, was), was)):
+            changed |= {(owner, name): None for name, f in zip(names, was, strict=True) if get(name, f) is not f}
     found = []
-    for get, name, was, early, owner in _LOOKUPS:
-        now = get(name, was)
-        if (early or now is not was) and callable(now) and _foreign(now):
-            shipped = _from_package(owner, name) if early else was
+    for owner, name in changed:
+        was_held = _AT_IMPORT[owner][name]
+        now = vars(owner).get(name, was_held)
+        if callable(now) and _foreign(now):
+            shipped = _from_package(owner, name) if (owner, name) in _FOREIGN_AT_IMPORT else was_held
             if shipped is not None:
                 found.append(Replaced(owner, name, shipped))
     return found + list(_attention_functions())

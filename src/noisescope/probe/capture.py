@@ -201,6 +201,19 @@ class ChannelStatistics:
         """Population standard deviation of each channel."""
         return None if self._spread is None else (self._spread / self.count).sqrt()
 
+    def columns(self) -> dict[str, Tensor]:
+        """Each statistic by name, [C]; only after values were added, with quantiles requested."""
+        assert self.maximum is not None and self.mean is not None and self.mean_abs is not None
+        assert self.std is not None and self.histogram is not None
+        return {
+            "max": self.maximum,
+            "mean": self.mean,
+            "mean_abs": self.mean_abs,
+            "std": self.std,
+            "q50": self.histogram.quantile(0.5),
+            "q99": self.histogram.quantile(0.99),
+        }
+
     def relative_sparsity(self, threshold: float = 0.01) -> float:
         """The share of values smaller than `threshold` times the rms of all: an absolute 1e-6 finds almost nothing."""
         assert self.histogram is not None and self.mean is not None and self._spread is not None

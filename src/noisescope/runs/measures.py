@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -114,18 +114,11 @@ def custom(runner: TrialRunner, trial: Trial) -> Result:
 def screen(runner: TrialRunner, trial: Trial) -> Result:
     """Fisher sums of every site: see measures/fisher.py. They are of noise at scale 1, summed over scored tokens."""
     assert trial.injection is not None
-    part, draws = trial.slice, int(trial.settings["draws"])
-    scope = Screen(runner.model, trial.injection, anatomy=runner.anatomy)
-    samples, tokens = _send_gradients(runner, scope, trial, size=max(1, (part.stop - part.start) // SCREEN_PARTS))
-    position = {sample: at for at, sample in enumerate(samples)}
+    scope, draws = Screen(runner.model, trial.injection, anatomy=runner.anatomy), int(trial.settings["draws"])
+    samples, tokens = _send_gradients(runner, scope, trial, size=_screen_size(trial))
     sites = sorted(scope.sums, key=site_order)
-    table = np.zeros((len(sites), len(samples)))
-    channels: list[np.ndarray] = []
-    for row, site in enumerate(sites):
-        sums = scope.sums[site]
-        for name, value in sums.samples.items():
-            table[row, position[name % CHOICE]] += value / draws
-        channels.append((sums.channels / draws).float().cpu().numpy())
+    table = _sums_table([scope.sums[site].samples for site in sites], samples, draws)
+    channels = [(scope.sums[site].channels / draws).float().cpu().numpy() for site in sites]
     facts = {
         "sites": [{**site.facts(), "channels": len(c)} for site, c in zip(sites, channels, strict=True)],
         "draws": draws,
@@ -137,15 +130,10 @@ def screen(runner: TrialRunner, trial: Trial) -> Result:
 def format_screen(runner: TrialRunner, trial: Trial) -> Result:
     """Predicted KL of a number format at every site it may fall on, summed over scored tokens."""
     assert trial.injection is not None
-    part, draws = trial.slice, int(trial.settings["draws"])
-    scope = QuestionScreen(runner.model, trial.injection, anatomy=runner.anatomy)
-    samples, tokens = _send_gradients(runner, scope, trial, size=max(1, (part.stop - part.start) // SCREEN_PARTS))
-    position = {sample: at for at, sample in enumerate(samples)}
+    scope, draws = QuestionScreen(runner.model, trial.injection, anatomy=runner.anatomy), int(trial.settings["draws"])
+    samples, tokens = _send_gradients(runner, scope, trial, size=_screen_size(trial))
     sites = sorted(scope.sums, key=site_order)
-    table = np.zeros((len(sites), len(samples)))
-    for row, site in enumerate(sites):
-        for name, value in scope.sums[site].items():
-            table[row, position[name % CHOICE]] += value / draws
+    table = _sums_table([scope.sums[site] for site in sites], samples, draws)
     facts = {"sites": [site.facts() for site in sites], "draws": draws, "lost": scope.unpredicted(runner.anatomy)}
     return Result(samples, {}, facts, {"sums": table, "tokens": tokens})
 
@@ -180,6 +168,20 @@ def formats(runner: TrialRunner, trial: Trial) -> Result:
         }
         facts["modules"].append(about)
     return Result(samples, {}, facts, {"predicted": predicted})
+
+
+def _screen_size(trial: Trial) -> int:
+    return max(1, (trial.slice.stop - trial.slice.start) // SCREEN_PARTS)
+
+
+def _sums_table(rows: Sequence[Mapping[int, float]], samples: Sequence[int], draws: int) -> np.ndarray:
+    """[sites, samples], a mean over draws; the parts of a sample (its choices) are added."""
+    position = {sample: at for at, sample in enumerate(samples)}
+    table = np.zeros((len(rows), len(samples)))
+    for row, sums in zip(table, rows, strict=True):
+        for name, value in sums.items():
+            row[position[name % CHOICE]] += value / draws
+    return table
 
 
 def _send_gradients(
@@ -224,24 +226,16 @@ def capture_channels(runner: TrialRunner, trial: Trial) -> Result:
     arrays: dict[str, list[np.ndarray]] = {name: [] for name in ("max", "mean", "mean_abs", "std", "q50", "q99")}
     for site in sorted(captured.statistics, key=site_order):
         statistics = captured.statistics[site]
-        assert statistics.maximum is not None and statistics.mean is not None and statistics.mean_abs is not None
-        assert statistics.std is not None and statistics.histogram is not None
+        columns = statistics.columns()
+        assert statistics.histogram is not None
         entry = {
             **site.facts(),
-            "channels": len(statistics.maximum),
+            "channels": len(columns["max"]),
             "count": statistics.count,
             "sparsity": statistics.histogram.share_below(1e-6),
             "relative_sparsity": statistics.relative_sparsity(),
         }
         facts["sites"].append(entry)
-        columns = {
-            "max": statistics.maximum,
-            "mean": statistics.mean,
-            "mean_abs": statistics.mean_abs,
-            "std": statistics.std,
-            "q50": statistics.histogram.quantile(0.5),
-            "q99": statistics.histogram.quantile(0.99),
-        }
         for name, column in columns.items():
             arrays[name].append(column.float().cpu().numpy())
     return Result((), {}, facts, {name: np.concatenate(parts) for name, parts in arrays.items()})

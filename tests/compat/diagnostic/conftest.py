@@ -20,15 +20,6 @@ from noisescope.model.loading import Subject
 from noisescope.testing import tiny_model
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Tiny products gain nothing from two threads, and lose much where the cores are busy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @torch.no_grad()
 def _answered_by(model: Any, rows: int = 20) -> dict[str, Tensor]:
     ids = torch.randint(3, 64, (rows, 6), generator=torch.Generator().manual_seed(0))

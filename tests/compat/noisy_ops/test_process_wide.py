@@ -445,7 +445,7 @@ def test_import_noisescope_reads_no_environment():
 
 
 @pytest.mark.slow
-def test_run_a_script(tmp_path, capsys):
+def test_run_a_script(tmp_path, capsys, monkeypatch):
     """python -m noisescope.noisy_ops runs a script under noise and prints the counts to stderr; zero is exit code 2."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(imports="", after="print(sys.argv[1:])"))
@@ -453,8 +453,9 @@ def test_run_a_script(tmp_path, capsys):
     assert done.returncode == 0 and done.stdout.strip() == "['a', '--b']"
     assert "injections   forward       19 backward       19" in done.stderr
     script.write_text("print('no model here')")
-    done = run("", "-m", "noisescope.noisy_ops", str(script))
-    assert done.returncode == 2 and "nothing was injected" in done.stderr
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert environment.run_script([str(script)]) == 2 and "nothing was injected" in capsys.readouterr().err
     assert environment.run_script([str(tmp_path / "missing.py")]) == 2 and "usage" in capsys.readouterr().err
 
 

@@ -157,17 +157,7 @@ def _where(subject: Subject, layer: int | str) -> Row:
 
 
 def _columns(statistics: ChannelStatistics) -> dict[str, Array]:
-    assert statistics.maximum is not None and statistics.mean_abs is not None and statistics.histogram is not None
-    assert statistics.mean is not None and statistics.std is not None
-    found = {
-        "max": statistics.maximum,
-        "mean": statistics.mean,
-        "mean_abs": statistics.mean_abs,
-        "std": statistics.std,
-        "q50": statistics.histogram.quantile(0.5),
-        "q99": statistics.histogram.quantile(0.99),
-    }
-    return {name: column.double().cpu().numpy() for name, column in found.items()}
+    return {name: column.double().cpu().numpy() for name, column in statistics.columns().items()}
 
 
 def detect_outliers(activations: Tensor, threshold: float = LIMITS["outlier_channel_ratio"]) -> Tensor:

@@ -128,7 +128,6 @@ class EvidenceFacts:
     additivity: tuple[Tensor, list[Tensor]] | None = None  # that error, and the outputs it comes from
     adds_up_by_halves: bool = False  # additivity holds as long as no bits of the input change
     coarse_sums: bool = False
-    wrong_columns: tuple[int, ...] = ()  # columns of W that are read back wrong
     # fused attention and softmax
     ones: str = ""  # what breaks the sum of probabilities differs between "channels", or only between "rows"
     ones_size: float = 0.0

@@ -19,7 +19,7 @@ from noisescope.localization.laws.output_statistics import copies
 from noisescope.localization.laws.repeated_calls import parameters_replaced, unbiased
 from noisescope.localization.laws.table import Law
 from noisescope.localization.roundoff_floors import Z_ELEMENT, combination, mean_square_limit, shortened
-from noisescope.localization.tensors import channels_with, differing, host_rows, rms
+from noisescope.localization.tensors import host_rows, rms
 from noisescope.model.anatomy import keeps_weight_transposed, linear_weight
 from noisescope.probe.recorded_call import RecordedCall
 
@@ -98,7 +98,6 @@ def read_weights_back(recorded: RecordedCall, found: LawEvidence) -> None:
     with host_arithmetic():
         columns, expected = read_back.double(), weight.T[:read].double()
         found.add(exact(Law.ONE_HOT_READBACK, columns, expected))
-        found.facts.wrong_columns = channels_with(differing(columns, expected).T)
         if permuted is not None:
             got, expected = host_rows(permuted).double(), host_rows(base).double()[:, order]
             scale = rms(expected)
