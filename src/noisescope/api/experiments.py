@@ -127,7 +127,8 @@ def _settle(
     designs: Iterable[Design], store: Store, folder: Path, options: ExecutionOptions, *, deadline: float
 ) -> None:
     """Train what the store does not have."""
-    wanted = [(one, *trial) for one in designs for trial in one.trials() if trial[0].id not in store]
+    asked = {trial.id: (one, trial, arm, seed) for one in designs for trial, arm, seed in one.trials()}
+    wanted = [job for name, job in asked.items() if name not in store]
     if not wanted:
         return  # a report of what is there needs no device
     if options.executor == "local":

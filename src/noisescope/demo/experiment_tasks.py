@@ -70,6 +70,10 @@ class Arithmetic:
     def epoch_ends(self) -> tuple[int, ...]:
         return (self.settings.steps,)  # problems are drawn at random: one piece
 
+    @property
+    def curve_points(self) -> int:
+        return 40 if self.method == "supervised" else 10
+
     def about(self) -> dict[str, Any]:
         details = asdict(self)
         return {"method": self.method, **details.pop("settings"), **details}

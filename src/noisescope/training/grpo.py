@@ -28,8 +28,6 @@ try:
 except ImportError as error:
     raise MissingExtra("training by GRPO needs TRL: pip install 'noisescope[trl]'") from error
 
-CURVE_POINTS = 10  # times that the held-out loss is recorded in a run
-
 
 def train(job: Job) -> Trained:
     """Train the arm's model. All arms of a seed have the same problems and random numbers for sampling."""
@@ -37,7 +35,8 @@ def train(job: Job) -> Trained:
     task: Any = design.task
     loop = task.begin(job.seed, device=design.device, cache=job.cache)
     aqn = job.arm.aqn(task.steps, job.seed, design.operators, design.factors)
-    recorder = _HeldOutLoss(lambda: task.held_out_loss(loop), lambda step: keep_epoch(job, loop.model, step))
+    points, loss = task.curve_points, lambda: task.held_out_loss(loop)
+    recorder = _HeldOutLoss(points, loss, lambda step: keep_epoch(job, loop.model, step))
     # the Trainer seeds Python, NumPy and torch for the whole process
     with random_state_kept(), _no_telemetry(), tempfile.TemporaryDirectory(prefix="noisescope-") as folder:
         trainer = GRPOTrainer(
@@ -116,11 +115,11 @@ def curve(steps: Sequence[Mapping[str, float]], held_out: Mapping[int, float]) -
 class _HeldOutLoss(TrainerCallback):  # type: ignore[misc]
     """Records the held-out loss, by step, and keeps the weights of each epoch."""
 
-    def __init__(self, loss: Callable[[], float], keep: Callable[[int], None]) -> None:
-        self.loss, self.keep = loss, keep
+    def __init__(self, points: int, loss: Callable[[], float], keep: Callable[[int], None]) -> None:
+        self.points, self.loss, self.keep = points, loss, keep
         self.held_out: dict[int, float] = {}
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.keep(state.global_step)
-        if due(state.global_step, state.max_steps, CURVE_POINTS):
+        if due(state.global_step, state.max_steps, self.points):
             self.held_out[state.global_step] = self.loss()

@@ -36,7 +36,6 @@ from noisescope.trials import Conditions, Result, Slice, Trial, content_id
 RULES = ("adaptive", "methodology", "summary", "sensitive")  # kinds of noise both ways, with factors by layer
 KINDS = ("none", "both", "forward", "backward", *RULES, "norm")
 NORM_SCALE = 0.01  # QeRL's start
-CURVE_POINTS = 40  # times that loss and gradient norm are recorded in a run
 CHECKPOINTS = 4  # in a run, so that a killed process loses at most a quarter of it
 SAME = "same: "  # begins the names of columns under the training's own noise
 _TEST_SEED = 0xA5C  # apart from the training's seeds
@@ -65,6 +64,8 @@ class Task(Protocol):
     def steps(self) -> int: ...
     @property
     def epoch_ends(self) -> tuple[int, ...]: ...  # steps after which weights are kept, the last step among them
+    @property
+    def curve_points(self) -> int: ...  # times that loss and gradient norm are recorded in a run
     @property
     def samples(self) -> int: ...
     def about(self) -> dict[str, Any]: ...  # fields of reports.experiment.TrainingSettings
@@ -269,7 +270,7 @@ def train(job: Job) -> Trained | None:
             if scoped is not None:
                 scoped.at(loop.step)
             parts = loop.advance()
-            if due(loop.step, task.steps, CURVE_POINTS):
+            if due(loop.step, task.steps, task.curve_points):
                 numbers = {"loss": parts["answer"].item(), "gradient_norm": parts["gradient_norm"].item()}
                 curve.append({"step": loop.step, **numbers, "held_out": task.held_out_loss(loop)})
             keep_epoch(job, loop.model, loop.step)

@@ -25,7 +25,7 @@ from noisescope.model.forwards import evaluating
 from noisescope.model.loading import Subject, load
 from noisescope.trial_id_names import registered
 
-HELD_OUT = 64  # problems on which the loss is followed while training
+HELD_OUT = 16  # problems on which the loss is followed while training
 _EVALUATED = 16  # problems in one forward
 IGNORED = tokenised.IGNORED
 
@@ -65,6 +65,10 @@ class Tuning:
     def epoch_ends(self) -> tuple[int, ...]:
         length = max(1, self.examples // self.batch)
         return (*range(length, self.steps, length), self.steps)
+
+    @property
+    def curve_points(self) -> int:
+        return 10
 
     def about(self) -> dict[str, Any]:
         names = ("method", "steps", "batch", "rate", "lora", "examples", "max_tokens", "longest_answer")
