@@ -305,17 +305,9 @@ def _arms(report: PhasesResult) -> Iterator[Block]:
     ]
     if epochs:
         yield table("epochs", ("arm", "epoch", *map(_noise, levels)), epochs, "Accuracy after earlier epochs")
-    head = ("arm", "dose", "diverged", "gradient norm", "held-out loss", "forward injections", "backward injections")
+    head = ("arm", "diverged", "gradient norm", "held-out loss", "forward injections", "backward injections", "dose")
     trainings = (
-        (
-            arm.name,
-            of.dose,
-            of.diverged,
-            of.gradient_norm,
-            of.held_out_loss,
-            of.injections.forward,
-            of.injections.backward,
-        )
+        (arm.name, of.diverged, of.gradient_norm, of.held_out_loss, *vars(of.injections).values(), of.dose)
         for arm in report.arms
         for of in (arm.training,)
     )
