@@ -1,7 +1,8 @@
 """What noisescope finds on a real model: massive activations, what breaks first in int4 and fp8, screen against sweep.
 
     python benchmarks/models.py SMOLLM2_FOLDER --data GSM8K.jsonl --items 8 --length 64 --seeds 1 -o smollm2.json
-    python benchmarks/models.py GEMMA_FOLDER --device cuda --data GSM8K.jsonl -o gemma.json
+    python benchmarks/models.py GEMMA_FOLDER --device cuda --data GSM8K.jsonl --dither -o gemma.json
+    python benchmarks/models.py --page results/models_*.json > ../docs/models.md
 
 Float32. The screen predicts on the first items of the file, the sweep injects on the next ones. Swept: noise of 5 and
 20 % in each operator of each layer; int4 weights linear by linear; int4 and fp8 in the whole model, by layer and by
@@ -15,6 +16,7 @@ of its group of 32, between minus and plus half of it. The dithered model is the
 from __future__ import annotations
 
 import argparse
+import json
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -226,36 +228,103 @@ def _digits(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-def page(result: Mapping[str, Any]) -> str:
-    """The result as the tables of docs/models.md."""
-    lines = []
-    blocks = result["massive"]["blocks"]
-    top = max(blocks, key=lambda row: row["over_median"])
-    lines.append(f"massive behind blocks {result['massive']['carried_behind_blocks']}; most {top}")
-    questions = {**result["noise"], **result["formats"]}
-    for name, found in questions.items():
-        if "whole" in found:
-            first = "; ".join(_named(found[level]) for level in ("layers", "kinds") if level in found)
-            lines.append(f"{name}: whole {_span(found['whole'])}; first {first}")
-        for part, row in found.get("screen_and_sweep", {}).items():
-            middle, low, high = (str(end) for end in row["median_ratio"])
-            rank = f"{row['spearman']} [{row['low']}, {row['high']}]"
-            lines.append(f"| {name} | {part} | {row['n']} | {rank} | {middle} [{low}, {high}] | {row['worst_ratio']} |")
+INTRODUCTION = """# Real models
+
+What noisescope finds on models of three families, in float32 on GSM8K problems as text. `benchmarks/models.py` measured
+everything here and wrote this page. All three were stored in about 4 bits and de-quantised, so before number formats
+were asked about, each weight of the blocks' linears got uniform noise of one 4-bit step where the table says
+"dithered", and the dithered model is the reference. Otherwise int4 looks kinder than it is.
+
+- **Massive** activations are larger than 100 and than 1000 times the median of the residual stream (Sun et al. 2024).
+- **KL** is KL(clean || perturbed) in nats per token: of a typical sample with its 95 % interval, and the mean in
+  parentheses. A few samples can decide a mean.
+- **Screen and sweep**: the screen predicts on some problems, the sweep injects on others, in each operator of each
+  layer (noise) or linear by linear (int4). Spearman's interval and that of the median ratio (predicted / injected) are
+  over the n places; "worst" is the ratio furthest from 1, and where.
+"""
+
+
+def page(results: Sequence[Mapping[str, Any]]) -> str:
+    """docs/models.md."""
+    lines = [INTRODUCTION]
+    for result in results:
+        lines += [f"## {result['model']}", "", _facts(result), "", _massive(result["massive"]), ""]
+        lines += ["| perturbation | KL of all | first layers | first kinds |", "|---|---|---|---|"]
+        for name, found in result["formats"].items():
+            kinds = _named(found.get("kinds", []))
+            lines.append(f"| {name} | {_span(found['whole'])} | {_named(found['layers'])} | {kinds} |")
+        for name, found in result["noise"].items():
+            lines.append(f"| noise of {name} in one operator of one layer | | {_named(found['breaks_first'])} | |")
+        lines += ["", "| screen and sweep | of | n | Spearman | median ratio | worst |", "|---|---|---|---|---|---|"]
+        for name, found in {**result["noise"], **result["formats"]}.items():
+            for part, row in found.get("screen_and_sweep", {}).items():
+                middle, low, high = row["median_ratio"]
+                ratio, where = row["worst_ratio"]
+                rank = f"{row['spearman']:.3f} {_interval(row['low'], row['high'])}"
+                cells = (
+                    name,
+                    part,
+                    row["n"],
+                    rank,
+                    f"{middle:.2f} {_interval(low, high)}",
+                    f"{ratio:.2f} ({_short(where)})",
+                )
+                lines.append(f"| {' | '.join(map(str, cells))} |")
+        lines.append("")
     return "\n".join(lines)
 
 
+def _facts(result: Mapping[str, Any]) -> str:
+    how = "dithered" if result["dithered"] else "not dithered"
+    seeds = result["seeds"]
+    return (
+        f"{result['architecture']} on {result['machine']}, torch {result['torch']}, n = {result['samples']} problems of "
+        f"{result['tokens']} tokens to predict on and as many to inject on, {seeds} noise seed{'s' * (seeds > 1)}, {how}; "
+        f"{result['seconds']['wall']:.0f} s."
+    )
+
+
+def _massive(found: Mapping[str, Any]) -> str:
+    top = max(found["blocks"], key=lambda row: row["over_median"])
+    most = (
+        f"the largest number is {top['largest']:g}, {top['over_median']:g} times the median, behind block {top['block']}, "
+        f"in channel {top['channel']} at position {top['position']}"
+    )
+    carrying = found["carried_behind_blocks"]
+    if not carrying:
+        return f"**Massive activations**: none; {most}."
+    rows = [row for row in found["blocks"] if row["massive"]]
+    channels = sorted({channel for row in rows for channel in row["channels"]})
+    first = sum(row["massive"] * row["at_first_token"] for row in rows) / sum(row["massive"] for row in rows)
+    return (
+        f"**Massive activations** are behind {len(carrying)} of {len(found['blocks'])} blocks, first behind block "
+        f"{carrying[0]} and last behind block {carrying[-1]}, in channels {', '.join(map(str, channels))}; "
+        f"{100 * first:.0f} % of them at the first token. {most[0].upper()}{most[1:]}."
+    )
+
+
+def _interval(low: float | None, high: float | None) -> str:
+    return f"[{'' if low is None else f'{low:.2f}'}, {'' if high is None else f'{high:.2f}'}]"
+
+
+def _short(where: str) -> str:
+    return where.removeprefix("model.layers.")
+
+
 def _span(row: Mapping[str, Any]) -> str:
-    return f"{row['typical_kl']} [{row['low']}, {row['high']}], mean {row['mean_kl']}"
+    ends = ", ".join("" if row[end] is None else f"{row[end]:.2g}" for end in ("low", "high"))
+    return f"{row['typical_kl']:.2g} [{ends}] ({row['mean_kl']:.2g})"
 
 
 def _named(rows: Sequence[Mapping[str, Any]]) -> str:
-    return ", ".join(f"{row['where']} {_span(row)}" for row in rows[:3])
+    return "; ".join(f"{_short(row['where'])} {_span(row)}" for row in rows[:3])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="folder of a model")
-    parser.add_argument("--data", required=True, type=Path, help="JSONL with question and answer")
+    parser.add_argument("model", nargs="+", help="folder of a model; with --page results to write about")
+    parser.add_argument("--data", type=Path, help="JSONL with question and answer")
+    parser.add_argument("--page", action="store_true", help="print docs/models.md and stop")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--items", type=int, default=16, help="to predict on, and as many to measure on")
     parser.add_argument("--length", type=int, default=128, help="tokens of an item")
@@ -263,14 +332,18 @@ def main() -> None:
     parser.add_argument("--dither", action="store_true", help="for weights that were in 4 bits before")
     parser.add_argument("-o", "--output", type=Path, help="the results as JSON")
     options = parser.parse_args()
+    if options.page:
+        print(page([json.loads(Path(name).read_text()) for name in options.model]), end="")
+        return
+    (model,) = options.model
 
     torch.set_float32_matmul_precision("highest")
     started, processor = time.perf_counter(), time.process_time()
-    subject = ns.load(options.model, dtype="float32", device=options.device)
+    subject = ns.load(model, dtype="float32", device=options.device)
     known, held_out = halves(read_material(subject.tokenizer, options.data, 2 * options.items, options.length))
     on_gpu = options.device.startswith("cuda")
     result: dict[str, Any] = {
-        "model": Path(options.model).name,
+        "model": Path(model).name,
         "architecture": subject.anatomy.architecture,
         "machine": torch.cuda.get_device_name()
         if on_gpu
@@ -298,7 +371,6 @@ def main() -> None:
     if options.dither:
         dither(subject)
     fill("formats", lambda: formats(subject, known, held_out))
-    print(page(result))
 
 
 if __name__ == "__main__":
