@@ -232,7 +232,7 @@ INTRODUCTION = """# Real models
 
 What noisescope finds on models of three families, in float32 on GSM8K problems as text. `benchmarks/models.py` measured
 everything here and wrote this page. All three were stored in about 4 bits and de-quantised, so before number formats
-were asked about, each weight of the blocks' linears got uniform noise of one 4-bit step where the table says
+were asked about, each weight of the blocks' linears got uniform noise of one 4-bit step where it says
 "dithered", and the dithered model is the reference. Otherwise int4 looks kinder than it is.
 
 - **Massive** activations are larger than 100 and than 1000 times the median of the residual stream (Sun et al. 2024).
@@ -264,7 +264,7 @@ def page(results: Sequence[Mapping[str, Any]]) -> str:
                 cells = (
                     name,
                     part,
-                    row["n"],
+                    f"{row['n']:g}",
                     rank,
                     f"{middle:.2f} {_interval(low, high)}",
                     f"{ratio:.2f} ({_short(where)})",
@@ -278,17 +278,17 @@ def _facts(result: Mapping[str, Any]) -> str:
     how = "dithered" if result["dithered"] else "not dithered"
     seeds = result["seeds"]
     return (
-        f"{result['architecture']} on {result['machine']}, torch {result['torch']}, n = {result['samples']} problems of "
-        f"{result['tokens']} tokens to predict on and as many to inject on, {seeds} noise seed{'s' * (seeds > 1)}, {how}; "
-        f"{result['seconds']['wall']:.0f} s."
+        f"{result['architecture']} on {result['machine']}, torch {result['torch']}, n = {result['samples']} problems "
+        f"of {result['tokens']} tokens to predict on and as many to inject on, {seeds} noise "
+        f"seed{'s' * (seeds > 1)}, {how}; {result['seconds']['wall']:.0f} s."
     )
 
 
 def _massive(found: Mapping[str, Any]) -> str:
     top = max(found["blocks"], key=lambda row: row["over_median"])
     most = (
-        f"the largest number is {top['largest']:g}, {top['over_median']:g} times the median, behind block {top['block']}, "
-        f"in channel {top['channel']} at position {top['position']}"
+        f"the largest number is {top['largest']:g}, {top['over_median']:g} times the median, behind block "
+        f"{top['block']}, in channel {top['channel']} at position {top['position']}"
     )
     carrying = found["carried_behind_blocks"]
     if not carrying:
