@@ -17,7 +17,8 @@ from noisescope.data.dataset import read_data
 from noisescope.demo import train, training_data
 from noisescope.errors import InvalidInput
 from noisescope.model.loading import load
-from noisescope.training import phases_experiment
+from noisescope.training import phases_experiment, schedules
+from noisescope.training.criteria import criteria
 from noisescope.training.phases_experiment import Arm, Design, Job
 from noisescope.training.tuning_task import Tuning, split, tuning
 
@@ -228,3 +229,41 @@ def test_what_the_command_refuses(home: Path, options: list[str], why: str) -> N
     words = [word.format(data=home / "data.jsonl") for word in options]
     result = CliRunner().invoke(app, ["experiment", "phases", *words])
     assert result.exit_code == 2 and why in result.output, result.output
+
+
+def test_doses_are_matched() -> None:
+    """Whatever the schedule, the mean squared scale is that of constant noise; rules cost what uniform noise does."""
+    for schedule in ("linear", "cosine", "staged", "rising"):
+        plain, matched = (Arm.of(f"both:{schedule}", 0.05, matched=m) for m in (False, True))
+        assert plain.dose(100) < 0.049 and matched.dose(100) == pytest.approx(0.05)
+    assert Arm.of("both", 0.05, matched=True).dose(7) == pytest.approx(0.05) and Arm.of("none", 0.05).dose(7) == 0
+    costs = {0: 4.0, 1: 1.0, 2: 0.25}
+    for factors in (
+        schedules.concentrated(costs), schedules.equalised(costs),
+        schedules.at_uniform_cost({0: 0.5, 1: 1.0, 2: 2.0}, costs),
+    ):  # fmt: skip
+        assert sum(costs[layer] * factor**2 for layer, factor in factors.items()) == pytest.approx(5.25, rel=1e-4)
+    assert schedules.concentrated(costs)[0] > 1 > schedules.concentrated(costs)[2]
+
+
+def test_each_rule_is_compared_with_uniform_noise() -> None:
+    """At every level, against the arm of noise both ways at the same scale; a rule without factors is refused."""
+    names = ("none", "both", "adaptive", "methodology", "summary", "sensitive", "both:rising")
+    arms = [Arm.of(name, 0.05) for name in names]
+    found = {row.name: (row.a, row.b, row.low) for row in criteria(arms, (0.0, 0.1), 0.05)}
+    for kind in ("adaptive", "methodology", "summary", "sensitive"):
+        assert found[f"{kind} beats uniform at 10 % noise"] == (f"{kind}@0.05", "both@0.05", 0.0)
+    assert found["rising beats uniform at 10 % noise"] == ("both@0.05:rising", "both@0.05", 0.0)
+    assert not any(name.startswith("constant") for name in found)
+
+
+def test_factors_come_from_your_model(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a diagnosis on the training data, kept with the run; with matched doses every rule costs the same."""
+    options = asked(home, arms=("both", "sensitive", "methodology"), lora=0, steps=1, epochs=1, match_doses=True)
+    report = api.phases(**options, output=tmp_path)
+    assert report["trained"] == {"done": 3, "failed": 0, "of": 3}
+    factors = report["run"]["settings"]["factors"]
+    assert set(factors) == {f"{rule} {layer}" for rule in ("sensitive", "methodology") for layer in (0, 1)}
+    assert len({factor for name, factor in factors.items() if name.startswith("sensitive")}) == 2
+    monkeypatch.setattr("noisescope.api.diagnosis.diagnose", lambda *given, **rest: pytest.fail("asked again"))
+    assert api.phases(**options, output=tmp_path)["run"]["settings"]["factors"] == factors
