@@ -230,10 +230,10 @@ def _digits(value: float) -> float:
 
 INTRODUCTION = """# Real models
 
-What noisescope finds on models of three families, in float32 on GSM8K problems as text. `benchmarks/models.py` measured
-everything here and wrote this page. All three were stored in about 4 bits and de-quantised, so before number formats
-were asked about, each weight of the blocks' linears got uniform noise of one 4-bit step where it says
-"dithered", and the dithered model is the reference. Otherwise int4 looks kinder than it is.
+What noisescope finds on real models, in float32 on GSM8K problems as text. `benchmarks/models.py` measured everything
+here and wrote this page. The weights were stored in about 4 bits and de-quantised, so before number formats were asked
+about, each weight of the blocks' linears got uniform noise of one 4-bit step where it says "dithered", and the dithered
+model is the reference. Otherwise int4 looks kinder than it is.
 
 - **Massive** activations are larger than 100 and than 1000 times the median of the residual stream (Sun et al. 2024).
 - **KL** is KL(clean || perturbed) in nats per token: of a typical sample with its 95 % interval, and the mean in
@@ -270,17 +270,21 @@ def page(results: Sequence[Mapping[str, Any]]) -> str:
                     f"{ratio:.2f} ({_short(where)})",
                 )
                 lines.append(f"| {' | '.join(map(str, cells))} |")
+        if not result["formats"]:
+            lines += ["", "Number formats were not measured in this run."]
         lines.append("")
     return "\n".join(lines)
 
 
 def _facts(result: Mapping[str, Any]) -> str:
-    how = "dithered" if result["dithered"] else "not dithered"
+    how = ""
+    if result["formats"]:
+        how = ", dithered for number formats" if result["dithered"] else ", not dithered"
     seeds = result["seeds"]
     return (
         f"{result['architecture']} on {result['machine']}, torch {result['torch']}, n = {result['samples']} problems "
         f"of {result['tokens']} tokens to predict on and as many to inject on, {seeds} noise "
-        f"seed{'s' * (seeds > 1)}, {how}; {result['seconds']['wall']:.0f} s."
+        f"seed{'s' * (seeds > 1)}{how}; {result['seconds']['wall']:.0f} s."
     )
 
 
