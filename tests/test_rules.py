@@ -74,7 +74,7 @@ def test_nothing_draws_from_the_callers_generators(nodes: Any) -> None:
         if called == "torch.manual_seed":
             seeded.add(name)
     assert not drawn
-    assert seeded <= {"demo/experiment_tasks.py", "demo/train.py"}
+    assert seeded <= {"demo/experiment_tasks.py", "demo/train.py", "training/tuning_task.py"}
 
 
 def test_draws_are_those_of_this_engine_version() -> None:

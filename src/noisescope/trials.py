@@ -72,9 +72,13 @@ def _order(member: Any) -> tuple[str, Any]:
 
 
 def _fields(value: Any) -> dict[str, Any]:
-    """Fields of a dataclass; refused where a subclass keeps more than fields, which would be no part of the id."""
-    fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    more = sorted(getattr(value, "__dict__", {}).keys() - fields.keys())
+    """Fields of a dataclass; refused where a subclass keeps more than fields, which would be no part of the id.
+
+    Nor is a field whose metadata say `identity=False`: where something lies on this machine.
+    """
+    known = dataclasses.fields(value)
+    fields = {field.name: getattr(value, field.name) for field in known if field.metadata.get("identity", True)}
+    more = sorted(getattr(value, "__dict__", {}).keys() - {field.name for field in known})
     if more and "__dataclass_fields__" not in vars(type(value)):
         raise InvalidInput(
             f"{type(value).__qualname__} inherits from a dataclass but has {', '.join(more)} in addition to its "

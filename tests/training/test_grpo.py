@@ -41,21 +41,26 @@ def task() -> Practice:
 
 @pytest.fixture
 def job(task: Practice, tmp_path: Path) -> Callable[[str], Job]:
-    cache = tmp_path / "problems.npz"
-    task.prepare(cache, workers=1)
+    cache = task.prepare(tmp_path, workers=1)
 
     def of(arm: str) -> Job:
         design = Design(task, (Arm.of(arm, 0.05),), (0,), (0.0,))
-        return Job(design, design.arms[0], 0, cache, tmp_path / "unused.checkpoint")
+        return Job(design, design.arms[0], 0, cache, tmp_path / f"{arm}.checkpoint")
 
     return of
 
 
 def test_the_reward_counts_exact_answers() -> None:
     """A completion is worth 1 where it is the answer alone, and nothing where it only holds it."""
-    from noisescope.training.grpo import exact
+    from noisescope.training.grpo import rewarded
 
-    assert exact([" 38", "3", "38 8", "", "7"], ["38", "38", "38", "38", "7"], prompts=[]) == [1, 0, 0, 0, 1]
+    assert rewarded(Practice)([" 38", "3", "38 8", "", "7"], ["38", "38", "38", "38", "7"], prompts=[]) == [
+        1,
+        0,
+        0,
+        0,
+        1,
+    ]
 
 
 def test_a_look_takes_means_over_steps() -> None:
@@ -101,7 +106,7 @@ def test_noise_falls_on_the_policy_and_not_on_generation(
         seen[arm].append(columns["completion_ids"])
         return [float(row % 2) for row in range(len(completions))]  # there is a gradient, whatever was answered
 
-    monkeypatch.setattr(grpo, "exact", reward)
+    monkeypatch.setattr(grpo, "rewarded", lambda task: reward)
     trained = {}
     before = torch.random.get_rng_state()
     for arm in ("none", "forward@2", "backward@2"):
@@ -114,7 +119,8 @@ def test_noise_falls_on_the_policy_and_not_on_generation(
     assert trained["none"].injections == {"forward": 0, "backward": 0}
     assert trained["forward@2"].injections == {"forward": per_run, "backward": 0}
     assert trained["backward@2"].injections == {"forward": 0, "backward": per_run}
-    weights = [trained[arm].model.lm_head.weight for arm in trained]
+    folders = [job(arm).folder / "epoch-1" for arm in trained]
+    weights = [job("none").design.task.load(folder, device="cpu").lm_head.weight for folder in folders]
     assert not torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
     assert [point["step"] for point in trained["none"].curve] == [1, 2]
     assert all(point["gradient_norm"] > 0 and point["held_out"] > 0 for point in trained["none"].curve)

@@ -46,12 +46,11 @@ def task() -> Arithmetic:
 
 @pytest.fixture
 def cache(task: Arithmetic, tmp_path: Path) -> Path:
-    task.prepare(tmp_path / "problems.npz", workers=1)
-    return tmp_path / "problems.npz"
+    return task.prepare(tmp_path, workers=1)
 
 
 def job(task: Any, cache: Path, arm: str, **changes: Any) -> Job:
-    design = Design(task, (Arm.of(arm, 0.05),), (0,), LEVELS, factors={0: 0.5, 1: 2.0})
+    design = Design(task, (Arm.of(arm, 0.05),), (0,), LEVELS, factors={"adaptive": {0: 0.5, 1: 2.0}})
     return Job(design, design.arms[0], 0, cache, cache.parent / f"{arm}.checkpoint", **changes)
 
 
@@ -89,9 +88,9 @@ def test_a_broken_training_ends_as_an_unbroken_one(
     finals: list[dict[str, torch.Tensor]] = []
     ask = phases_experiment.evaluate
 
-    def asked(design: Design, model: Any, *rest: Any) -> Any:
-        finals.append(model.state_dict())
-        return ask(design, model, *rest)
+    def asked(job: Job, trained: Any) -> Any:
+        finals.append(job.design.task.load(job.folder / "epoch-1", device="cpu").state_dict())
+        return ask(job, trained)
 
     monkeypatch.setattr(phases_experiment, "evaluate", asked)
     whole = phases_experiment.run(job(task, cache, arm))
@@ -104,7 +103,7 @@ def test_a_broken_training_ends_as_an_unbroken_one(
     assert whole is not None and broken.values == whole.values
     assert broken.facts == whole.facts
     assert all(torch.equal(finals[0][name], finals[1][name]) for name in finals[0])
-    assert not list(cache.parent.glob("*.checkpoint"))
+    assert not list(cache.parent.glob("*.checkpoint")) and not list(cache.parent.glob("*.weights"))
 
 
 @pytest.mark.filterwarnings("ignore:at step . noise of scale")
@@ -185,13 +184,13 @@ def test_training_problems_are_whole_or_made_again(
     """A file cut short by a kill is made again, and a writer that is killed leaves no file of that name."""
     content = cache.read_bytes()
     cache.write_bytes(content[: len(content) // 2])
-    task.prepare(cache, workers=1)
+    task.prepare(cache.parent, workers=1)
     assert cache.read_bytes() == content
     cache.write_bytes(content[:-100] + bytes([content[-100] ^ 1]) + content[-99:])
-    task.prepare(cache, workers=1)
+    task.prepare(cache.parent, workers=1)
     assert cache.read_bytes() == content
     written = cache.stat().st_mtime_ns
-    task.prepare(cache, workers=1)
+    task.prepare(cache.parent, workers=1)
     assert cache.stat().st_mtime_ns == written
 
     def killed(file: Any, **arrays: Any) -> None:
@@ -201,7 +200,7 @@ def test_training_problems_are_whole_or_made_again(
     monkeypatch.setattr("numpy.savez_compressed", killed)
     cache.write_bytes(b"")
     with pytest.raises(KeyboardInterrupt):
-        task.prepare(cache, workers=1)
+        task.prepare(cache.parent, workers=1)
     assert cache.read_bytes() == b""
 
 
@@ -209,7 +208,9 @@ def test_noise_below_the_resolution_is_told(task: Arithmetic) -> None:
     """In bfloat16, as a GPU trains, and in float32; norm weights stay in float32; factors make a scale smaller."""
 
     def rounding(arm: str, device: str) -> str:
-        design = Design(task, (Arm.of(arm, 0.05),), (0,), LEVELS, factors={0: 0.25, 1: 4.0}, device=device)
+        design = Design(
+            task, (Arm.of(arm, 0.05),), (0,), LEVELS, factors={"adaptive": {0: 0.25, 1: 4.0}}, device=device
+        )
         return phases_experiment.rounding(design, design.arms[0])
 
     assert "in 3 of 3 steps the scale is below 0.0039, half the spacing of bfloat16" in rounding("both@0.003", "cuda")

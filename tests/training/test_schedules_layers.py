@@ -101,7 +101,7 @@ def test_from_a_report() -> None:
     assert layers is not None
     assert from_report(made) == from_report(made.diagnosis) == equalised(layer_costs(layers))
     assert from_report(made, "methodology") == {0: 1.0, 1: 1.0}  # a screen knows no loss
-    with pytest.raises(InvalidInput, match="Allowed: equalised, methodology, summary"):
+    with pytest.raises(InvalidInput, match="Allowed: equalised, concentrated, methodology, summary"):
         from_report(made, "best")
     with pytest.raises(InvalidInput, match="no layer analysis"):
         from_report(replace(made.diagnosis, layer_analysis=None))

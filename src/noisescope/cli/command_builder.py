@@ -238,7 +238,7 @@ def _lacks_cuda() -> bool:
 def resumable_options(options: E) -> E:
     """The options of a run that `runs resume` can repeat from any folder."""
     stored = {name: value for name, value in options.plain().items() if name not in _OF_THIS_CALL}
-    for key in ("model", "data", "calibration", "baseline"):
+    for key in ("model", "data", "calibration", "baseline", "held_out", "second_model", "second_data"):
         path = stored.get(key)
         if isinstance(path, str) and path != "demo" and Path(path).exists():
             stored[key] = str(Path(path).absolute())  # a hub id or a name stays what it is

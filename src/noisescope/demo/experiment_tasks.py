@@ -11,9 +11,9 @@ import functools
 import io
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from noisescope.demo import folder, problems, train, training_data
 from noisescope.errors import InvalidInput, unknown, whole_number
 from noisescope.model.forwards import evaluating
 from noisescope.trial_id_names import registered
+from noisescope.trials import content_id
 
 STARTS = ("bundled", "scratch")
 HELD_OUT = 256  # problems on which the loss is followed while training, from the calibration's seed
@@ -40,7 +41,9 @@ class Arithmetic:
     settings: train.Settings
     start: str = "bundled"
 
-    method: ClassVar[str] = "supervised"
+    @property
+    def method(self) -> str:
+        return "supervised"
 
     def __post_init__(self) -> None:
         if self.start not in STARTS:
@@ -63,8 +66,24 @@ class Arithmetic:
     def samples(self) -> int:
         return self.settings.tests
 
-    def prepare(self, cache: Path, *, workers: int) -> None:
+    @property
+    def epoch_ends(self) -> tuple[int, ...]:
+        return (self.settings.steps,)  # problems are drawn at random: one piece
+
+    @property
+    def curve_points(self) -> int:
+        return 40 if self.method == "supervised" else 10
+
+    def about(self) -> dict[str, Any]:
+        details = asdict(self)
+        return {"method": self.method, **details.pop("settings"), **details}
+
+    def model_name(self) -> str:
+        return "the bundled model, trained on" if self.start == "bundled" else "a new model, from scratch"
+
+    def prepare(self, folder: Path, *, workers: int) -> Path:
         """Make the training problems once, for all processes; the file is whole or not there."""
+        cache = folder / f"problems-{content_id([self.settings.examples, self.settings.tests])[:12]}.npz"
         if read_sealed(cache) is None:
             tests = problems.held_out(self.settings.tests, train.TEST_SEED)
             calibration = problems.held_out(HELD_OUT, train.CALIBRATION_SEED)
@@ -73,6 +92,7 @@ class Arithmetic:
             buffer = io.BytesIO()
             np.savez_compressed(buffer, tokens=data.tokens, ends=data.ends, values=data.values)
             write_sealed(cache, buffer.getvalue())
+        return cache
 
     def begin(self, seed: int, *, device: str, cache: Path) -> train.TrainingLoop:
         """A model before its first step: weights (from scratch) and the order of problems are those of the seed."""
@@ -83,6 +103,17 @@ class Arithmetic:
         loop.order.manual_seed(seed)
         return loop
 
+    def save(self, model: LlamaForCausalLM, folder: Path) -> None:
+        model.save_pretrained(folder)
+        self.tokenizer().save_pretrained(folder)
+
+    def load(self, folder: Path, *, device: str) -> nn.Module:
+        loaded: nn.Module = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, use_safetensors=True)
+        return loaded.to(device)
+
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        return training_data.make_tokenizer()
+
     @torch.no_grad()
     def held_out_loss(self, loop: train.TrainingLoop) -> float:
         """The answer's loss on problems that are not trained on."""
@@ -91,8 +122,13 @@ class Arithmetic:
             return float(loop.losses(batch.pick(torch.arange(HELD_OUT, device=loop.device)))["answer"])
 
     @torch.no_grad()
-    def right(self, model: nn.Module, name_rows: Callable[[Iterable[int]], None] = lambda samples: None) -> list[bool]:
-        """Whether each test problem is answered; `name_rows` gets the problems of the next forward."""
+    def right(
+        self,
+        model: nn.Module,
+        name_rows: Callable[[Iterable[int]], None] = lambda samples: None,
+        texts: list[str] | None = None,
+    ) -> list[bool]:
+        """Whether each test problem is answered; `name_rows` gets the problems of the next forward, `texts` answers."""
         device = str(next(model.parameters()).device)
         tokens = _encoded(train.TEST_SEED, self.settings.tests, device).tokens.long()
         found: list[bool] = []
@@ -101,8 +137,11 @@ class Arithmetic:
             name_rows(range(start, start + len(part)))
             with evaluating(model):
                 logits = model(input_ids=part, use_cache=False).logits
-            likeliest = logits[:, :-1].argmax(-1) == part[:, 1:]
-            found += (likeliest | ~training_data.answer_mask(part)).all(1).tolist()
+            likeliest, asked = logits[:, :-1].argmax(-1), training_data.answer_mask(part)
+            found += ((likeliest == part[:, 1:]) | ~asked).all(1).tolist()
+            if texts is not None:
+                answers = torch.where(asked, likeliest, training_data.PAD)
+                texts += self.tokenizer().batch_decode(answers, skip_special_tokens=True)
         return found
 
     def data_name(self) -> str:
@@ -135,10 +174,15 @@ class Practice(Arithmetic):
     temperature: float = 1.0
     wear: float = 0.15
 
-    method = "grpo"
+    longest_answer = 3  # tokens: two digits and the end
 
-    def tokenizer(self) -> PreTrainedTokenizerFast:
-        return training_data.make_tokenizer()
+    @property
+    def method(self) -> str:
+        return "grpo"
+
+    @staticmethod
+    def reward(completion: str, answer: str) -> bool:
+        return completion.strip() == answer
 
     def questions(self, loop: train.TrainingLoop) -> list[dict[str, str]]:
         """The training problems as text: "prompt" and "answer"."""

@@ -25,7 +25,10 @@ from noisescope.options.shared import (
     PrintingOptions,
     ProgressOptions,
     SamplingOptions,
+    ScoringOptions,
+    Source,
     TableOptions,
+    checked_model,
 )
 
 
@@ -33,10 +36,44 @@ from noisescope.options.shared import (
 class PhasesOptions(ExecutionOptions, FileOptions, ProgressOptions, PrintingOptions):
     command: ClassVar[str] = "experiment phases"
 
+    model: str | None = option(
+        None,
+        "Train this model (a Hugging Face folder or cached id) on your data.",
+        unit="M",
+        default_text="the bundled model's task",
+        check=checked_model,
+        aliases=("model_path",),
+    )
+    data: Source = option(None, "With a model: prompts with answers, or chats, to train on.", exists="file", open=True)
+    held_out: Source = option(
+        None,
+        "With a model: data to test on, with the same fields.",
+        exists="file",
+        open=True,
+        default_text="the last items of the data, which are not trained on",
+    )
+    prompt_field: str | None = changed(SamplingOptions, "prompt_field")
+    answer_field: str | None = changed(SamplingOptions, "answer_field")
+    lora: int = option(8, "With a model: rank of LoRA adapters on the blocks' linears; 0 trains every weight.", least=0)
+    epochs: int = option(2, "With a model: how often the data are gone through.", least=1)
+    generate: bool = option(False, "With a model: test generated answers (slow) instead of teacher forcing.")
+    max_new_tokens: int = changed(ScoringOptions, "max_new_tokens", help="With generate or grpo: the longest answer.")
+    max_tokens: int = changed(SamplingOptions, "max_tokens", help="With a model: longer problems are cut.")
+    second_model: str | None = option(
+        None, "With a model: train all arms of this one, too, such as a larger one.", unit="M", check=checked_model
+    )
+    second_data: Source = option(
+        None, "With a model: train and test all arms on these data, too: a second task.", exists="file", open=True
+    )
+    same_noise: bool = option(False, "Also test under the draws of each training's first step.")
+    match_doses: bool = option(
+        False, "Scale schedules and rules so that each arm's mean squared scale, or predicted cost, is that of uniform "
+        "constant noise.",
+    )  # fmt: skip
     arms: tuple[str, ...] = option(
         ("none", "both", "forward", "backward"),
-        "KIND[@SCALE][:SCHEDULE]. Kinds: none, both, forward, backward, adaptive, norm. Schedules: constant, linear, "
-        "cosine, exponential, staged.",
+        "KIND[@SCALE][:SCHEDULE]. Kinds: none, both, forward, backward, norm, and both with factors by layer: "
+        "adaptive, methodology, summary, sensitive. Schedules: constant, linear, cosine, exponential, staged, rising.",
     )
     seeds: int = option(5, "Trainings per arm.", least=1)
     method: str = option("supervised", "grpo trains by rewards, through TRL.", choices=TRAINING_METHODS)
@@ -50,13 +87,22 @@ class PhasesOptions(ExecutionOptions, FileOptions, ProgressOptions, PrintingOpti
     operators: tuple[str, ...] = changed(
         RobustnessOptions, "operators", help="Operators that are noised, in training and testing."
     )
-    steps: int | None = option(None, "Training steps.", least=1, default_text="600; from scratch 2700; grpo 100")
-    batch: int | None = option(None, "Problems per step.", least=1, default_text="512; grpo 16")
+    steps: int | None = option(
+        None, "Training steps.", least=1, default_text="600; from scratch 2700; grpo 100; with a model by epochs"
+    )
+    batch: int | None = option(None, "Problems per step.", least=1, default_text="512; grpo 16; with a model 8")
     rate: float | None = option(
-        None, "Learning rate.", unit="R", above=0, default_text="3e-4; from scratch 2e-3; grpo 2e-5"
+        None,
+        "Learning rate.",
+        unit="R",
+        above=0,
+        default_text="3e-4; from scratch 2e-3; grpo 2e-5; with a model 2e-4 (LoRA) or 2e-5, grpo a tenth",
     )
     examples: int | None = option(
-        None, "Training problems to draw from.", least=1, default_text="200000; from scratch 400000; grpo 2000"
+        None,
+        "Training problems to draw from.",
+        least=1,
+        default_text="200000; from scratch 400000; grpo 2000; with a model all",
     )
     layers: int | None = option(None, "From scratch: number of blocks.", least=1, default_text="16")
     width: int | None = option(None, "From scratch: 32, 96 or a multiple of 64.", least=1, default_text="96")
@@ -68,6 +114,22 @@ class PhasesOptions(ExecutionOptions, FileOptions, ProgressOptions, PrintingOpti
     seconds: float | None = option(
         None, "Stop cleanly by then; the same command continues.", unit="S", above=0, default_text="no limit"
     )
+
+    def problems(self, named: Naming) -> Iterator[str]:
+        if (self.model is None) != (self.data is None):
+            yield f"{named('model')} and {named('data')} go together: a model of yours is trained on data of yours"
+        if self.model is None:
+            for name in ("held_out", "second_model", "second_data", "prompt_field", "answer_field"):
+                if vars(self)[name] is not None:
+                    yield f"{named(name)} needs {named('model')} and {named('data')}"
+            if self.generate:
+                yield f"{named('generate')} needs {named('model')} and {named('data')}"
+        else:
+            for name in ("layers", "width"):
+                if vars(self)[name] is not None:
+                    yield f"{named(name)} is of models trained from scratch: leave it out with {named('model')}"
+        if self.answer_field is not None and self.prompt_field is None:
+            yield f"{named('answer_field')} needs {named('prompt_field')}: a prompt goes with every answer"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -89,6 +89,15 @@ DTYPE_DEFAULT = "as stored; float32 on a CPU that is slow in 16 bits"
 Source = Path | Any | None  # a file; from Python also a DataSet or tokenised batches
 
 
+def with_fields(data: Source, prompt: str | None, answer: str | None) -> Source:
+    """The data, with the names of its fields where these were given."""
+    if prompt is None:
+        return data
+    if not isinstance(data, (str, Path)):
+        raise InvalidInput("a prompt field names a field of a file: give the file as data (--data)")
+    return DataFile(Path(data).expanduser(), prompt, answer)
+
+
 def noise_scale(value: float) -> float:
     """A scale that injects something."""
     if checked_scale(value, "noise scale") == 0:
@@ -228,12 +237,7 @@ class SamplingOptions(CommandOptions):
 
     def source(self, default: Source = None) -> Source:
         """The data, else `default`, with the names of its fields where these were given."""
-        data = default if self.data is None else self.data
-        if self.prompt_field is None:
-            return data
-        if not isinstance(data, (str, Path)):
-            raise InvalidInput("a prompt field names a field of a file: give the file as data (--data)")
-        return DataFile(Path(data).expanduser(), self.prompt_field, self.answer_field)
+        return with_fields(default if self.data is None else self.data, self.prompt_field, self.answer_field)
 
 
 @dataclass(frozen=True, kw_only=True)

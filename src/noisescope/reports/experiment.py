@@ -41,6 +41,7 @@ class ArmTraining:
     gradient_norm: float | None
     held_out_loss: float | None
     injections: InjectionCounts
+    dose: float | None = None  # root mean square of the scale over the steps
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class ArmRow:
     accuracy: Mapping[str, ArmAccuracy]
     retention: Mapping[str, Estimate]
     training: ArmTraining
+    earlier_epochs: tuple[Mapping[str, float], ...] = ()  # mean accuracy by noise level after each but the last
 
 
 @dataclass(frozen=True)
@@ -296,9 +298,16 @@ def _arms(report: PhasesResult) -> Iterator[Block]:
         found = [(arm.name, arm.accuracy[level]) for arm in report.arms]
         bars = tuple(Bar(name, estimate(row, share=True), row.low, row.high) for name, row in found)
         yield Chart(f"accuracy-{level}", f"Accuracy at {_noise(level)}", "share of right answers", bars)
-    head = ("arm", "diverged", "gradient norm", "held-out loss", "forward injections", "backward injections")
+    epochs = [
+        (arm.name, at, *(percent(row[level]) for level in levels))
+        for arm in report.arms
+        for at, row in enumerate(arm.earlier_epochs, 1)
+    ]
+    if epochs:
+        yield table("epochs", ("arm", "epoch", *map(_noise, levels)), epochs, "Accuracy after earlier epochs")
+    head = ("arm", "diverged", "gradient norm", "held-out loss", "forward injections", "backward injections", "dose")
     trainings = (
-        (arm.name, of.diverged, of.gradient_norm, of.held_out_loss, of.injections.forward, of.injections.backward)
+        (arm.name, of.diverged, of.gradient_norm, of.held_out_loss, *vars(of.injections).values(), of.dose)
         for arm in report.arms
         for of in (arm.training,)
     )
@@ -311,23 +320,33 @@ def _noise(level: str) -> str:
 
 def _method(report: PhasesResult) -> Iterator[Block]:
     run, training = report.run, report.run.settings.training
-    practised = (
-        ""
-        if training.completions is None
-        else f" by GRPO (TRL), with {training.completions} completions per problem and a reward for exact answers, "
-        f"from the bundled model with noise of {percent(training.wear)} written into its weights"
-    )
+    practised = ""
+    if training.completions is not None:
+        practised = (
+            f" by GRPO (TRL), with {training.completions} completions per problem and a reward for right answers"
+        )
+        if training.wear is not None:
+            practised += f", from the bundled model with noise of {percent(training.wear)} written into its weights"
+    own = "lora" in training.others  # a model and data of the user's
+    how = "teacher-forced, which is what greedy decoding would give"
+    if own:
+        how = "teacher-forced: the final answer, with the working before it given"
+        if training.others["longest_answer"]:
+            how = "by greedy decoding"
+    if own and training.others["lora"]:
+        practised += f" by LoRA adapters of rank {training.others['lora']}, merged for testing,"
     yield Paragraph(
         f"Each model was trained{practised} for {training.steps} steps of {training.batch} problems at a rate of "
         f"{training.rate:g} on {run.device}. All arms of a seed share their first weights and the order of their "
-        "data; all models answer the same problems under the same draws of noise, teacher-forced, which is what greedy "
-        "decoding would give. Intervals of arms take trainings and problems as two random samples; those of criteria "
-        "hold for all criteria together (Bonferroni). The numbers that would probably decide are the cheapest that do "
-        "so with a chance of 80 %, taking the estimate and its spread for the truth."
+        f"data; all models answer the same problems under the same draws of noise, {how}. Intervals of arms take "
+        "trainings and problems as two random samples; those of criteria hold for all criteria together (Bonferroni). "
+        "The numbers that would probably decide are the cheapest that do so with a chance of 80 %, taking the estimate "
+        "and its spread for the truth."
     )
-    if training.start == "bundled" and not practised:
+    if training.start != "scratch" and training.wear is None:
+        which = "the model" if own else "the bundled model"
         yield Paragraph(
-            "All seeds start from the weights of the bundled model: intervals are for trainings from that one start."
+            f"All seeds start from the weights of {which}: intervals are for trainings from that one start."
         )
     if report.could_not_see:
         yield Bullets(tuple(Paragraph(note) for note in report.could_not_see))

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from noisescope.training.aqn import OperatorNoise as OperatorNoise
     from noisescope.training.aqn import TrainingNoise as TrainingNoise
     from noisescope.training.aqn import noise as noise
+    from noisescope.training.gradients import gradient_pretest as gradient_pretest
     from noisescope.training.lightning_callback import LightningNoiseCallback as LightningNoiseCallback
-    from noisescope.training.phases_experiment import gradient_pretest as gradient_pretest
     from noisescope.training.schedules import Constant as Constant
     from noisescope.training.schedules import Cosine as Cosine
     from noisescope.training.schedules import Exponential as Exponential
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _LAZY = {
     "aqn": ("AQN", "NormNoise", "OperatorNoise", "TrainingNoise", "noise"),
     "lightning_callback": ("LightningNoiseCallback",),
-    "phases_experiment": ("gradient_pretest",),
+    "gradients": ("gradient_pretest",),
     "schedules": ("Constant", "Cosine", "Exponential", "Linear", "Staged", "equalised", "from_report", "ruled"),
     "trainer_callback": ("TrainingNoiseCallback",),
 }

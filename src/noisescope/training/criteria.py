@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from noisescope.reports.experiment import JudgedCriterion, Theory
@@ -19,10 +20,20 @@ BETTER, SIMILAR, POOR = 0.05, 0.01, 0.02  # points of accuracy: at least, less t
 STABLE = math.log(1.1)  # the notes' band of gradient ratios, 0.9 to 1.1
 
 
+UNEVEN = {  # roles of arms that are compared with uniform constant noise both ways
+    "adaptive": "noise with per-layer factors than after uniform noise of the same total cost",
+    "methodology": "noise with factors of 0.5, 1 and 2 by loss (limits 5 and 15 %) than after uniform noise",
+    "summary": "noise with factors of 0.5, 1 and 2 by loss (limits 2 and 10 %) than after uniform noise",
+    "sensitive": "more noise in sensitive layers than after uniform noise of the same total cost",
+    "rising": "noise that rises from step to step than after constant noise",
+}
+
 Pair = tuple["Arm", "Arm"]
 
 
-def criteria(arms: Sequence[Arm], levels: Sequence[float], scale: float) -> list[Criterion]:
+def criteria(
+    arms: Sequence[Arm], levels: Sequence[float], scale: float, *, same_noise: bool = False
+) -> list[Criterion]:
     """Those that the trained arms can answer; `scale` is the experiment's, to choose among several arms of a kind."""
     noisy = [level for level in levels if level]
     found: list[Criterion] = []
@@ -64,14 +75,38 @@ def criteria(arms: Sequence[Arm], levels: Sequence[float], scale: float) -> list
             add(f"{words} helps {where}", f"accuracy {where} is higher after training with {words} than without noise",
                 "accuracy", matched(arms, kind, "none", scale), falsifies=kind == "forward", level=level,
                 low=0.0)  # fmt: skip
-        add(f"adaptive beats uniform {where}", f"accuracy {where} is higher after noise with per-layer factors than "
-            "after uniform noise of the same total cost", "accuracy", matched(arms, "adaptive", "both", scale),
-            level=level, low=0.0)  # fmt: skip
+        for kind, words in UNEVEN.items():
+            add(f"{kind} beats uniform {where}", f"accuracy {where} is higher after {words}", "accuracy",
+                matched(arms, kind, "both", scale), level=level, low=0.0)  # fmt: skip
+        for arm in arms if same_noise else ():
+            if arm.kind != "none":
+                found.append(Criterion(f"same noise helps {arm} {where}", f"{arm}: accuracy {where} is higher under "
+                             "draws of its own training than under others", "same_noise", str(arm), str(arm),
+                             level=level, low=0.0))  # fmt: skip
         add(f"dose {where}", f"accuracy {where} is higher after forward noise of the full scale than of the smaller",
             "accuracy", doses(arms, scale), level=level, low=0.0)  # fmt: skip
         add(f"constant beats falling {where}", f"accuracy {where} is higher after constant than after falling noise",
             "accuracy", matched(arms, "both", "falling", scale), level=level, low=0.0)  # fmt: skip
     return found
+
+
+def of_second(name: str, first: Sequence[Criterion], arms: Sequence[Arm], levels: Sequence[float]) -> list[Criterion]:
+    """The same criteria of a second model or task; and whether a second model retains more by itself."""
+    of = f", {name}"
+    found = [
+        replace(
+            row, name=row.name + of, statement=f"{name}: {row.statement}", a=row.a + of, b=row.b + of, falsifies=False
+        )
+        for row in first
+    ]
+    if name != "second model" or not any(arm.kind == "none" for arm in arms):
+        return found
+    statement = "trained without noise, the second model retains more of its accuracy than the first"
+    return found + [
+        Criterion(f"size at {100 * level:g} % noise", f"{statement} at {100 * level:g} % noise", "retention",
+                  f"none{of}", "none", level=level, low=0.0)
+        for level in levels if level
+    ]  # fmt: skip
 
 
 def matched(arms: Sequence[Arm], a: str, b: str, scale: float) -> Pair | None:
@@ -94,9 +129,11 @@ def doses(arms: Sequence[Arm], scale: float) -> Pair | None:
 
 
 def _role(arm: Arm) -> str | None:
-    """An arm's kind where its noise is constant; "falling" is noise both ways that falls."""
+    """An arm's kind where its noise is constant; "falling" is noise both ways that falls, "rising" that rises."""
     if arm.schedule == "constant":
         return arm.kind
+    if arm.schedule == "rising":
+        return "rising" if arm.kind == "both" else None
     return "falling" if arm.kind == "both" else None
 
 

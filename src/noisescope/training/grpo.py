@@ -1,9 +1,8 @@
 """One training run of the phases experiment with TRL's GRPO.
 
-The policy answers each problem several times, an exact answer is worth 1, and answers above their group's mean become
+The policy answers each problem several times, a right answer is worth 1, and answers above their group's mean become
 likelier. Noise is injected while gradient mode is on (trainer_callback.py): on the policy's forward and backward, not
-on the
-generation that is rewarded. A training takes minutes and has no checkpoints: an interrupted one starts again.
+on the generation that is rewarded. An interrupted training starts again.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from transformers import PrinterCallback, TrainerCallback
 
 from noisescope.errors import MissingExtra
 from noisescope.sites import PHASES
-from noisescope.training.phases_experiment import Job, Trained, due
+from noisescope.training.phases_experiment import Job, Trained, due, keep_epoch
 from noisescope.training.trainer_callback import TrainingNoiseCallback, random_state_kept
 
 try:
@@ -29,28 +28,21 @@ try:
 except ImportError as error:
     raise MissingExtra("training by GRPO needs TRL: pip install 'noisescope[trl]'") from error
 
-CURVE_POINTS = 10  # times that the held-out loss is recorded in a run
-LONGEST_ANSWER = 3  # tokens: two digits and the end
-
-
-def exact(completions: Sequence[str], answer: Sequence[str], **_: Any) -> list[float]:
-    """The reward: 1 if a completion is exactly the answer."""
-    return [float(text.strip() == right) for text, right in zip(completions, answer, strict=True)]
-
 
 def train(job: Job) -> Trained:
     """Train the arm's model. All arms of a seed have the same problems and random numbers for sampling."""
     design = job.design
-    task: Any = design.task  # a demo.task.Practice
+    task: Any = design.task
     loop = task.begin(job.seed, device=design.device, cache=job.cache)
     aqn = job.arm.aqn(task.steps, job.seed, design.operators, design.factors)
-    recorder = _HeldOutLoss(lambda: task.held_out_loss(loop))
+    points, loss = task.curve_points, lambda: task.held_out_loss(loop)
+    recorder = _HeldOutLoss(points, loss, lambda step: keep_epoch(job, loop.model, step))
     # the Trainer seeds Python, NumPy and torch for the whole process
     with random_state_kept(), _no_telemetry(), tempfile.TemporaryDirectory(prefix="noisescope-") as folder:
         trainer = GRPOTrainer(
             model=loop.model,
             processing_class=task.tokenizer(),
-            reward_funcs=exact,
+            reward_funcs=rewarded(task),
             args=_config(task, folder, job.seed, on_cpu=torch.device(design.device).type == "cpu"),
             train_dataset=Dataset.from_list(task.questions(loop)),
             callbacks=[recorder] if aqn is None else [TrainingNoiseCallback(aqn), recorder],
@@ -59,7 +51,16 @@ def train(job: Job) -> Trained:
         trainer.train()
     steps = [row for row in trainer.state.log_history if "grad_norm" in row]
     injections = {phase: steps[-1].get(f"noise_{phase}", 0) for phase in PHASES}
-    return Trained(loop.model, curve(steps, recorder.held_out), injections)
+    return Trained(curve(steps, recorder.held_out), injections)
+
+
+def rewarded(task: Any) -> Callable[..., list[float]]:
+    """The reward, by the task's own rule: 1 for a right answer."""
+
+    def reward(completions: Sequence[str], answer: Sequence[str], **_: Any) -> list[float]:
+        return [float(task.reward(text, right)) for text, right in zip(completions, answer, strict=True)]
+
+    return reward
 
 
 @contextmanager
@@ -74,16 +75,16 @@ def _no_telemetry() -> Iterator[None]:
 
 
 def _config(task: Any, folder: str, seed: int, *, on_cpu: bool) -> GRPOConfig:
-    settings = task.settings
+    about = task.about()
     return GRPOConfig(
         output_dir=folder,
-        max_steps=settings.steps,
-        per_device_train_batch_size=settings.batch * task.completions,
+        max_steps=about["steps"],
+        per_device_train_batch_size=about["batch"] * task.completions,
         num_generations=task.completions,
-        max_completion_length=LONGEST_ANSWER,
+        max_completion_length=task.longest_answer,
         temperature=task.temperature,
-        learning_rate=settings.rate,
-        warmup_steps=settings.warm_up,
+        learning_rate=about["rate"],
+        warmup_steps=about["warm_up"],
         seed=seed,
         use_cpu=on_cpu,
         bf16=False,
@@ -112,12 +113,13 @@ def curve(steps: Sequence[Mapping[str, float]], held_out: Mapping[int, float]) -
 
 
 class _HeldOutLoss(TrainerCallback):  # type: ignore[misc]
-    """Records the held-out loss, by step."""
+    """Records the held-out loss, by step, and keeps the weights of each epoch."""
 
-    def __init__(self, loss: Callable[[], float]) -> None:
-        self.loss = loss
+    def __init__(self, points: int, loss: Callable[[], float], keep: Callable[[int], None]) -> None:
+        self.points, self.loss, self.keep = points, loss, keep
         self.held_out: dict[int, float] = {}
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if due(state.global_step, state.max_steps, CURVE_POINTS):
+        self.keep(state.global_step)
+        if due(state.global_step, state.max_steps, self.points):
             self.held_out[state.global_step] = self.loss()

@@ -27,7 +27,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,6 +65,8 @@ class Outcome:
     answers: Mapping[float, Array]
     curve: Sequence[CurvePoint]
     injections: Mapping[str, int]
+    same: Mapping[float, Array] = field(default_factory=dict)  # answers under the training's own noise
+    epochs: Sequence[Mapping[float, Array]] = ()  # answers after the epochs before the last
 
     def log_mean(self, quantity: str) -> float:
         """The mean of the log of a curve over the second half; NaN where the run diverged, -inf where it met a 0."""
@@ -99,7 +101,7 @@ class Criterion:
 
     name: str
     statement: str
-    quantity: str  # "accuracy", "retention", "gradient_norm", "held_out" (the last two as logs)
+    quantity: str  # "accuracy", "retention", "same_noise" (of a alone), "gradient_norm", "held_out" (these as logs)
     a: str
     b: str
     level: float = 0.0
@@ -205,7 +207,7 @@ def estimate(values: Array, level: float = 0.95) -> Estimate:
     return spread.estimate(level, 0.0, 1.0)
 
 
-def arm_row(name: str, runs: Mapping[int, Outcome], levels: Sequence[float]) -> ArmRow:
+def arm_row(name: str, runs: Mapping[int, Outcome], levels: Sequence[float], *, dose: float | None = None) -> ArmRow:
     """An arm in numbers: accuracy and retention by level, stability of its training."""
     seeds = sorted(runs)
     every = [runs[seed] for seed in seeds]
@@ -221,6 +223,14 @@ def arm_row(name: str, runs: Mapping[int, Outcome], levels: Sequence[float]) -> 
             gradient_norm=_geometric([run.log_mean("gradient_norm") for run in every]),
             held_out_loss=_geometric([run.log_mean("held_out") for run in every]),
             injections=injections,
+            dose=None if dose is None else round(dose, 6),
+        ),
+        tuple(
+            {
+                f"{level:g}": round(float(np.mean([run.epochs[at][level].mean() for run in every])), 5)
+                for level in levels
+            }
+            for at in range(min(len(run.epochs) for run in every))
         ),
     )
 
@@ -252,6 +262,8 @@ def spread_of(criterion: Criterion, outcomes: Outcomes) -> Spread | str:
         learned = [_learned([arm[s] for s in seeds]) for arm in (a, b)]
         if not (all(learned) if criterion.quantity == "retention" else any(learned)):
             return f"{stats.NOT_MEASURABLE}: without noise the models do no better than chance"
+    if criterion.quantity == "same_noise":
+        return crossed(np.stack([a[s].same[criterion.level].mean(1) - _accuracy(a[s], criterion.level) for s in seeds]))
     if criterion.quantity == "accuracy":
         return crossed(np.stack([_accuracy(a[s], criterion.level) - _accuracy(b[s], criterion.level) for s in seeds]))
     if criterion.quantity == "retention":

@@ -1,46 +1,47 @@
 """The phases experiment: the same training with no, forward, backward or both kinds of noise, tested under noise.
 
 An arm is a kind of training noise; arm x seed is one trial, kept when it ends, and resumed from a checkpoint where it
-was interrupted. All arms of a seed start from the same weights and see the same data in the same order, and every
-trained model is tested on the same problems under the same draws of noise. `gradient_pretest` measures in seconds what
-noise does to the gradients, phase by phase, before anything is trained.
+was interrupted. All arms of a seed start from the same weights and see the same data in the same order. The weights are
+saved at the end of each epoch and tested from these files, on the same problems under the same draws of noise. What is
+learned is a `Task`: the bundled model's problems (demo/experiment_tasks.py), or any model and data (tuning_task.py).
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import json
 import math
+import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from noisescope import stats
-from noisescope.atomic_write import read_sealed, write_sealed
+from noisescope.atomic_write import read_sealed, write_file, write_sealed
 from noisescope.errors import InvalidInput, NoiseRoundsAway, unknown
-from noisescope.findings import band
 from noisescope.injection import Injection, checked_scale
-from noisescope.jsonform import to_json
-from noisescope.model.forwards import evaluating
 from noisescope.probe.draws import ENGINE_VERSION
 from noisescope.probe.inject import inject
 from noisescope.probe.noise import Gaussian
 from noisescope.sites import PHASES, Place, canonical_operator
 from noisescope.training import schedules
 from noisescope.training.aqn import AQN, NormNoise, OperatorNoise, TrainingNoise, derive_seed, noise
-from noisescope.training.schedules import Constant
-from noisescope.trials import Conditions, Result, Slice, Trial
+from noisescope.trials import Conditions, Result, Slice, Trial, content_id
 
-KINDS = ("none", "both", "forward", "backward", "adaptive", "norm")
+RULES = ("adaptive", "methodology", "summary", "sensitive")  # kinds of noise both ways, with factors by layer
+KINDS = ("none", "both", "forward", "backward", *RULES, "norm")
 NORM_SCALE = 0.01  # QeRL's start
-CURVE_POINTS = 40  # times that loss and gradient norm are recorded in a run
 CHECKPOINTS = 4  # in a run, so that a killed process loses at most a quarter of it
+SAME = "same: "  # begins the names of columns under the training's own noise
 _TEST_SEED = 0xA5C  # apart from the training's seeds
+
+
+NameRows = Callable[[Iterable[int]], None]  # gets the problems of the next forward
 
 
 class TrainingLoop(Protocol):
@@ -57,20 +58,29 @@ class TrainingLoop(Protocol):
 class Task(Protocol):
     """What is learned and tested, as a value that can be sent to other processes."""
 
-    method: ClassVar[
-        str
-    ]  # "supervised": step by step here; "grpo": by TRL, for which a task has more (demo.task.Practice)
-
+    @property
+    def method(self) -> str: ...  # "supervised": step by step here; "grpo": by TRL, for which a task has more
     @property
     def steps(self) -> int: ...
     @property
+    def epoch_ends(self) -> tuple[int, ...]: ...  # steps after which weights are kept, the last step among them
+    @property
+    def curve_points(self) -> int: ...  # times that loss and gradient norm are recorded in a run
+    @property
     def samples(self) -> int: ...
-    def prepare(self, cache: Path, *, workers: int) -> None: ...
-    def begin(self, seed: int, *, device: str, cache: Path) -> Any: ...
-    def held_out_loss(self, loop: Any) -> float: ...
-    def right(self, model: nn.Module, name_rows: Callable[[Iterable[int]], None] = ...) -> list[bool]: ...
+    def about(self) -> dict[str, Any]: ...  # fields of reports.experiment.TrainingSettings
+    def model_name(self) -> str: ...
     def data_name(self) -> str: ...
+    def prepare(self, folder: Path, *, workers: int) -> Path: ...  # what `begin` reads, made once for all processes
+    def begin(self, seed: int, *, device: str, cache: Path) -> Any: ...
+    def save(self, model: Any, folder: Path) -> None: ...
+    def load(self, folder: Path, *, device: str) -> nn.Module: ...  # what `save` wrote
+    def held_out_loss(self, loop: Any) -> float: ...
+    def right(self, model: Any, name_rows: NameRows = ..., texts: list[str] | None = None) -> list[bool]: ...
     def dtype(self, device: str) -> torch.dtype: ...  # of what operators compute in training
+
+
+Factors = Mapping[str, Mapping[Place, float]]  # by rule and layer
 
 
 @dataclass(frozen=True)
@@ -80,9 +90,10 @@ class Arm:
     kind: str
     scale: float
     schedule: str = "constant"
+    matched: bool = False  # a schedule is scaled so that its root mean square over the steps is `scale`
 
     @classmethod
-    def of(cls, text: str, scale: float) -> Arm:
+    def of(cls, text: str, scale: float, *, matched: bool = False) -> Arm:
         """From its name; `scale` is that of arms that name none."""
         body, _, schedule = text.strip().partition(":")
         kind, at, number = body.partition("@")
@@ -92,29 +103,36 @@ class Arm:
             own = float(number) if at else NORM_SCALE if kind == "norm" else scale
         except ValueError:
             raise InvalidInput(f"arm {text!r}: the scale after @ must be a number, such as forward@0.025") from None
-        if schedule and schedule not in schedules.KINDS:
-            raise unknown("schedule", schedule, schedules.KINDS)
+        if schedule and schedule not in schedules.NAMES:
+            raise unknown("schedule", schedule, schedules.NAMES)
         if kind == "none":
             return cls(kind, 0.0)
         if checked_scale(own, f"scale of arm {text!r}") == 0:
             raise InvalidInput(
                 f"arm {text!r} has a scale of 0, which means no noise: give a scale above 0, or use the arm none"
             )
-        return cls(kind, float(own), schedule or "constant")
+        return cls(kind, float(own), schedule or "constant", matched)
 
     def __str__(self) -> str:
         falls = "" if self.schedule == "constant" else f":{self.schedule}"
         return self.kind if self.kind == "none" else f"{self.kind}@{self.scale:g}{falls}"
 
-    def aqn(self, steps: int, seed: int, operators: frozenset[str], factors: Mapping[Place, float]) -> AQN | None:
-        """The arm's noise for a run; `factors` are those of adaptive arms."""
+    def aqn(self, steps: int, seed: int, operators: frozenset[str], factors: Factors) -> AQN | None:
+        """The arm's noise for a run."""
         if self.kind == "none":
             return None
         falling = schedules.named(self.schedule, self.scale, steps)
+        if self.matched:
+            falling = schedules.named(self.schedule, self.scale**2 / schedules.dose(falling, steps), steps)
         if self.kind == "norm":
             return AQN(NormNoise(), falling, seed)
-        phases = frozenset(PHASES) if self.kind in ("both", "adaptive") else frozenset({self.kind})
-        return AQN(OperatorNoise(operators, phases), falling, seed, factors if self.kind == "adaptive" else {})
+        phases = frozenset(PHASES) if self.kind in ("both", *RULES) else frozenset({self.kind})
+        return AQN(OperatorNoise(operators, phases), falling, seed, factors.get(self.kind, {}))
+
+    def dose(self, steps: int) -> float:
+        """The root mean square of the scale over the steps of a run."""
+        aqn = self.aqn(steps, 0, frozenset({"gemm"}), {})
+        return 0.0 if aqn is None else schedules.dose(aqn.schedule, steps)
 
 
 @dataclass(frozen=True)
@@ -127,8 +145,9 @@ class Design:
     levels: tuple[float, ...]
     noise_seeds: int = 2
     operators: frozenset[str] = frozenset({"gemm"})
-    factors: Mapping[Place, float] = field(default_factory=dict)  # of adaptive arms
+    factors: Factors = field(default_factory=dict)
     device: str = "cpu"
+    same_noise: bool = False  # test under the training's own draws, too
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "operators", frozenset(canonical_operator(name) for name in self.operators))
@@ -144,8 +163,9 @@ class Design:
             raise InvalidInput(
                 f"give at least one arm and one seed, and each arm only once; got {', '.join(map(str, self.arms))}"
             )
-        if any(arm.kind == "adaptive" for arm in self.arms) and not self.factors:
-            raise InvalidInput("an adaptive arm needs per-layer factors: training.from_report(report)")
+        lacking = {arm.kind for arm in self.arms if arm.kind in RULES} - set(self.factors)
+        if lacking:
+            raise InvalidInput(f"arms with a rule need per-layer factors, training.from_report(report): {lacking}")
 
     def trial(self, arm: Arm, seed: int) -> Trial:
         """What arm x seed is, as a value: its id finds it in a store, whichever machine trained it."""
@@ -158,9 +178,15 @@ class Design:
             "levels": self.levels,
             "noise_seeds": self.noise_seeds,
             "operators": self.operators,
+            **({"same_noise": True} if self.same_noise else {}),
         }
         conditions = Conditions(type(self.task).__name__, "float32", device, "as trained", ENGINE_VERSION)
         return Trial(conditions, "train", Slice(self.task.data_name(), 0, self.task.samples), None, settings)
+
+    def training_id(self, arm: Arm, seed: int) -> str:
+        """What the weights of arm x seed depend on; they can be tested in several ways."""
+        aqn = arm.aqn(self.task.steps, seed, self.operators, self.factors)
+        return content_id([aqn, self.task, seed, torch.device(self.device).type])
 
     def trials(self) -> list[tuple[Trial, Arm, int]]:
         """All trials, seed by seed, so that an interrupted run has complete comparisons."""
@@ -177,29 +203,49 @@ class Job:
     cache: Path  # the task's data
     checkpoint: Path
     deadline: float = math.inf  # by time.time()
+    keep: Path | None = None  # where the weights of each epoch stay; None: they are removed after testing
+
+    @property
+    def folder(self) -> Path:
+        return self.keep or self.checkpoint.with_suffix(".weights")
 
 
 class Trained(NamedTuple):
-    """The result of a training run."""
+    """The result of a training run; the weights of its epochs are in the job's folder."""
 
-    model: nn.Module
     curve: list[dict[str, float]]
     injections: dict[str, int]  # by phase
 
 
 def run(job: Job) -> Result | None:
-    """Train and test; None if time ran out first, with the progress in the checkpoint."""
+    """Train, unless that is done, and test the files; None if time ran out first, with the progress in the checkpoint.
+
+    Files of a training that was tested before are tested again where only the test is another.
+    """
     if time.time() >= job.deadline:
         return None
-    train_by = train
-    if job.design.task.method == "grpo":
-        from noisescope.training.grpo import train as train_by
-    trained = train_by(job)
+    done = _read_state(job.folder / "trained", "cpu")
+    trained = None if done is None else Trained(**done)
     if trained is None:
-        return None
-    result = evaluate(job.design, *trained)
+        train_by = train
+        if job.design.task.method == "grpo":
+            from noisescope.training.grpo import train as train_by
+        trained = train_by(job)
+        if trained is None:
+            return None
+        _write_state(job.folder / "trained", trained._asdict())
+    result = evaluate(job, trained)
     job.checkpoint.unlink(missing_ok=True)
+    if job.keep is None:
+        shutil.rmtree(job.folder)
     return result
+
+
+def keep_epoch(job: Job, model: Any, step: int) -> None:
+    """Save the weights if an epoch ends with this step."""
+    ends = job.design.task.epoch_ends
+    if step in ends:
+        job.design.task.save(model, job.folder / f"epoch-{ends.index(step) + 1}")
 
 
 def train(job: Job) -> Trained | None:
@@ -209,7 +255,7 @@ def train(job: Job) -> Trained | None:
     curve: list[dict[str, float]] = []
     before = dict.fromkeys(PHASES, 0)  # injections up to the checkpoint
     started = time.perf_counter()
-    kept = _read_checkpoint(job.checkpoint, design.device)
+    kept = _read_state(job.checkpoint, design.device)
     if kept is not None:
         loop.resume(kept["fitting"])
         curve, before = kept["curve"], kept["injections"]
@@ -224,9 +270,10 @@ def train(job: Job) -> Trained | None:
             if scoped is not None:
                 scoped.at(loop.step)
             parts = loop.advance()
-            if due(loop.step, task.steps, CURVE_POINTS):
+            if due(loop.step, task.steps, task.curve_points):
                 numbers = {"loss": parts["answer"].item(), "gradient_norm": parts["gradient_norm"].item()}
                 curve.append({"step": loop.step, **numbers, "held_out": task.held_out_loss(loop)})
+            keep_epoch(job, loop.model, loop.step)
             late = time.time() >= job.deadline
             if loop.step < task.steps and (late or due(loop.step, task.steps, CHECKPOINTS)):
                 state = {
@@ -235,23 +282,27 @@ def train(job: Job) -> Trained | None:
                     "injections": _added(before, scoped),
                     "seconds": time.perf_counter() - started,
                 }
-                buffer = io.BytesIO()
-                torch.save(state, buffer)
-                write_sealed(job.checkpoint, buffer.getvalue())
+                _write_state(job.checkpoint, state)
                 if late:
                     break
     if loop.step < task.steps:
         return None
-    return Trained(loop.model, curve, _added(before, scoped))
+    return Trained(curve, _added(before, scoped))
 
 
 def seconds_before(job: Job) -> float:
     """What the pieces of a training up to its checkpoint took."""
-    kept = _read_checkpoint(job.checkpoint, "cpu")
+    kept = _read_state(job.checkpoint, "cpu")
     return 0.0 if kept is None else float(kept["seconds"])
 
 
-def _read_checkpoint(path: Path, device: str) -> dict[str, Any] | None:
+def _write_state(path: Path, state: dict[str, Any]) -> None:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    write_sealed(path, buffer.getvalue())
+
+
+def _read_state(path: Path, device: str) -> dict[str, Any] | None:
     """None if there is none, or it is damaged: torch would not notice, and training starts again."""
     raw = read_sealed(path)
     return None if raw is None else torch.load(io.BytesIO(raw), map_location=device, weights_only=True)
@@ -261,27 +312,48 @@ def _added(before: dict[str, int], scope: TrainingNoise | None) -> dict[str, int
     return before if scope is None else {phase: before[phase] + getattr(scope.tally, phase) for phase in PHASES}
 
 
-def evaluate(design: Design, model: nn.Module, curve: list[dict[str, float]], injections: dict[str, int]) -> Result:
-    """Every test problem at every level: a column "LEVEL/NOISE SEED" of 0 and 1 each, with all digits of the level."""
+def evaluate(job: Job, trained: Trained) -> Result:
+    """Every test problem at every level, asked of the files: a column "LEVEL/NOISE SEED" of 0 and 1 each, with all
+    digits of the level. Columns of epochs before the last begin with "epoch 1: " and so on, those under the training's
+    own noise with "same: ". What was answered is in answers.jsonl beside the weights.
+    """
+    design, task = job.design, job.design.task
     columns: dict[str, tuple[float, ...]] = {}
     fired: dict[str, int] = {}
+    for epoch in range(1, len(task.epoch_ends) + 1):
+        folder = job.folder / f"epoch-{epoch}"
+        model = task.load(folder, device=design.device)
+        before = "" if epoch == len(task.epoch_ends) else f"epoch {epoch}: "
+        lines = []
+        for name, injection, named in _tests(design, job.seed):
+            texts: list[str] = []
+            if injection is None:
+                right = task.right(model, texts=texts)
+            else:
+                probe = inject(model, injection)
+                with probe as tally:
+                    right = task.right(model, probe.rows if named else lambda samples: None, texts=texts)
+                fired[before + name] = tally.forward
+            columns[before + name] = tuple(map(float, right))
+            rows = enumerate(zip(right, texts, strict=True))
+            lines += [json.dumps({"test": name, "problem": at, "right": ok, "answer": text}) for at, (ok, text) in rows]
+        write_file(folder / "answers.jsonl", "".join(f"{line}\n" for line in lines))
+    facts = {"curve": trained.curve, "training_injections": trained.injections, "asking_injections": fired}
+    return Result(tuple(range(task.samples)), columns, facts)
+
+
+def _tests(design: Design, seed: int) -> Iterator[tuple[str, Injection | None, bool]]:
+    """A column's name, its noise, and whether draws go by problem; else they go by forward, as in training."""
     for level in design.levels:
         if level == 0:
-            columns["0/0"] = tuple(map(float, design.task.right(model)))
+            yield "0/0", None, True
             continue
-        for number in range(design.noise_seeds):
-            injection = Injection(
-                Gaussian(level),
-                operators=design.operators,
-                phases=frozenset({"forward"}),
-                seed=derive_seed(_TEST_SEED, number),
-            )
-            probe = inject(model, injection)
-            with probe as tally:
-                columns[f"{level!r}/{number}"] = tuple(map(float, design.task.right(model, probe.rows)))
-            fired[f"{level!r}/{number}"] = tally.forward
-    facts = {"curve": curve, "training_injections": injections, "asking_injections": fired}
-    return Result(tuple(range(len(columns["0/0"]))), columns, facts)
+        draws = [(f"{level!r}/{number}", derive_seed(_TEST_SEED, number)) for number in range(design.noise_seeds)]
+        if design.same_noise:
+            draws.append((f"{SAME}{level!r}/0", derive_seed(seed, 0, 0)))  # of the training's first forwards
+        for name, drawn in draws:
+            where = {"operators": design.operators, "phases": frozenset({"forward"}), "seed": drawn}
+            yield name, Injection(Gaussian(level), **where), not name.startswith(SAME)  # type: ignore[arg-type]
 
 
 def due(step: int, steps: int, times: int) -> bool:
@@ -306,50 +378,3 @@ def rounding(design: Design, arm: Arm) -> str:
         f"{arm}: in {lost} of {design.task.steps} steps {where} is below {smallest:.2g}, half the spacing of "
         f"{name}: most or all of that noise is lost to rounding, although it is counted"
     )
-
-
-def gradient_pretest(
-    model: nn.Module,
-    loss: Callable[[nn.Module, Any], Tensor],
-    batches: Sequence[Any],
-    *,
-    noise_scale: float = 0.05,
-    operators: frozenset[str] = frozenset({"gemm"}),
-    seed: int = 0,
-) -> dict[str, dict[str, Any]]:
-    """For noise forward, backward and both: ratio of gradient norms and relative change, over batches.
-
-    If backward noise regularises and forward noise makes models robust, backward noise should move the gradient
-    at least as much as forward noise does. The bands of the ratio are those of the original method notes.
-
-    Each batch has draws of its own. The model runs in evaluation mode, because dropout would differ between the clean
-    and the noisy gradient; its modes and its own `.grad` are not changed.
-    """
-    if not batches:
-        raise InvalidInput("give at least one batch")
-    clean = [_gradient(model, loss, batch) for batch in batches]
-    found = {}
-    for phases in (("forward",), ("backward",), PHASES):
-        aqn = AQN(OperatorNoise(operators, frozenset(phases)), Constant(noise_scale), seed)
-        ratios, changes = [], []
-        with noise(model, aqn, rank=0) as scope:
-            for number, (batch, before) in enumerate(zip(batches, clean, strict=True)):
-                scope.at(number)
-                after = _gradient(model, loss, batch)
-                ratios.append(float(after.norm() / before.norm()))
-                changes.append(float((after - before).norm() / before.norm()))
-        ratio = stats.mean(ratios)
-        found[phases[0] if len(phases) == 1 else "both"] = {
-            "ratio": to_json(ratio),
-            "band": band("gradient_ratio", ratio.value),
-            "change": to_json(stats.mean(changes)),
-        }
-    return found
-
-
-def _gradient(model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], batch: Any) -> Tensor:
-    """All of it, as one vector on the device."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    with evaluating(model):
-        slopes = torch.autograd.grad(loss(model, batch), parameters, allow_unused=True, materialize_grads=True)
-    return torch.cat([slope.flatten().float() for slope in slopes])

@@ -147,14 +147,31 @@ class Staged:
 KINDS = {"constant": Constant, "linear": Linear, "exponential": Exponential, "cosine": Cosine, "staged": Staged}
 
 
+NAMES = (*KINDS, "rising")
+
+
 def named(kind: str, scale: float, steps: int) -> Schedule:
-    """A schedule by name for a run of `steps`: those that fall do so from `scale` to a hundredth of it."""
-    if kind not in KINDS:
-        raise unknown("schedule", kind, KINDS)
+    """A schedule by name for a run of `steps`: those that fall do so from `scale` to a hundredth of it.
+
+    "rising" is linear the other way round.
+    """
+    if kind not in NAMES:
+        raise unknown("schedule", kind, NAMES)
     if kind == "constant":
         return Constant(scale)
+    if kind == "rising":
+        return Linear(scale * TAIL, scale, steps)
     falling: Callable[[float, float, int], Schedule] = KINDS[kind]
     return falling(scale, scale * TAIL, steps)
+
+
+def dose(schedule: Schedule, steps: int) -> float:
+    """The root mean square of the scale over a run: to second order, what noise costs goes with the scale's square.
+
+    >>> dose(Constant(0.05), 10)
+    0.05
+    """
+    return math.sqrt(math.fsum(schedule(step) ** 2 for step in range(steps)) / steps)
 
 
 def geometric(start: float, end: float, share: float) -> float:
@@ -210,21 +227,53 @@ def equalised(costs: Mapping[int, float], limits: tuple[float, float] = LIMITS) 
     >>> equalised({0: 4.0, 1: 4.0, 2: 4.0})
     {0: 1.0, 1: 1.0, 2: 1.0}
     """
+    _checked_costs(costs)
+    return _at_cost(costs, {layer: 1 / math.sqrt(cost) if cost else math.inf for layer, cost in costs.items()}, limits)
+
+
+def concentrated(costs: Mapping[int, float], limits: tuple[float, float] = LIMITS) -> dict[Place, float]:
+    """The opposite of `equalised`: factors that grow as the root of a layer's cost, at the same total.
+
+    >>> concentrated({0: 1.0, 1: 4.0})
+    {0: 0.542326, 1: 1.084652}
+    """
+    _checked_costs(costs)
+    return _at_cost(costs, {layer: math.sqrt(cost) for layer, cost in costs.items()}, limits)
+
+
+def at_uniform_cost(factors: Mapping[Place, float], costs: Mapping[int, float]) -> dict[Place, float]:
+    """The factors times a number with which they cost in total what uniform noise does."""
+    _checked_costs(costs)
+    return _at_cost(costs, factors, (0.0, math.inf))
+
+
+def _checked_costs(costs: Mapping[int, float]) -> None:
     if not costs or any(not math.isfinite(cost) or cost < 0 for cost in costs.values()) or not any(costs.values()):
         raise InvalidInput(
             f"costs must be finite KL values of at least 0, with at least one above 0; got {dict(costs)}"
         )
+
+
+def _at_cost(
+    costs: Mapping[int, float], shape: Mapping[Place, float], limits: tuple[float, float]
+) -> dict[Place, float]:
+    """The shape times a number, within limits, that makes the total cost that of uniform noise."""
     low, high = limits
-
-    def factors(level: float) -> dict[Place, float]:
-        return {layer: min(max(math.sqrt(level / cost), low), high) if cost else high for layer, cost in costs.items()}
-
     total = math.fsum(costs.values())
-    below, above = 0.0, total  # what one layer may cost; what all cost together grows with it
-    for _ in range(100):
-        level = (below + above) / 2
-        spent = math.fsum(factors(level)[layer] ** 2 * cost for layer, cost in costs.items())
-        below, above = (level, above) if spent < total else (below, level)
+
+    def factors(times: float) -> dict[Place, float]:
+        return {layer: min(max(times * shape[layer], low), high) if times else low for layer in costs}
+
+    def spent(times: float) -> float:
+        return math.fsum(factor**2 * costs[layer] for layer, factor in factors(times).items() if costs[layer])  # type: ignore[index]
+
+    above = math.sqrt(total)
+    while spent(above) < total and any(factor < high for factor in factors(above).values()):
+        above *= 2
+    below = 0.0
+    for _ in range(200):
+        middle = (below + above) / 2
+        below, above = (middle, above) if spent(middle) < total else (below, middle)
     return {layer: round(factor, 6) for layer, factor in factors((below + above) / 2).items()}
 
 
@@ -253,13 +302,22 @@ def layer_costs(section: LayerAnalysis) -> dict[int, float]:
     raise InvalidInput("the report has no KL for every layer: run noisescope diagnose with --level layer")
 
 
-def from_report(report: Report | Diagnosis, rule: str = "equalised") -> dict[Place, float]:
-    """Factors by the smooth rule, or by one of the original method notes' rules ("methodology", "summary")."""
+def from_report(report: Report | Diagnosis, rule: str = "equalised", *, matched: bool = False) -> dict[Place, float]:
+    """Factors by the smooth rule, its opposite ("concentrated"), or one of the original method notes' rules
+    ("methodology", "summary"). The latter cost more or less than uniform noise, unless `matched`.
+    """
     section = (report if isinstance(report, Diagnosis) else report.diagnosis).layer_analysis
     if section is None:
         raise InvalidInput("the report has no layer analysis: run noisescope diagnose with --level layer")
-    if rule == "equalised":
-        return equalised(layer_costs(section))
+    if rule in SMOOTH:
+        return SMOOTH[rule](layer_costs(section))
     if rule not in RULES:
-        raise unknown("adaptive rule", rule, ["equalised", *RULES])
-    return ruled(layer_degradations(section), rule)
+        raise unknown("adaptive rule", rule, [*SMOOTH, *RULES])
+    found = ruled(layer_degradations(section), rule)
+    return at_uniform_cost(found, layer_costs(section)) if matched else found
+
+
+SMOOTH: dict[str, Callable[[Mapping[int, float]], dict[Place, float]]] = {
+    "equalised": equalised,
+    "concentrated": concentrated,
+}
