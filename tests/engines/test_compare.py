@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -80,6 +81,13 @@ def stream(model):
         layer.forward = lambda *args, inner=inner, **kwargs: inner(*args, **kwargs).half().float()
 
 
+def branch(model):
+    """A residual add that takes less of the MLP: the layers after it inherit the error and are not named."""
+    mlp = model.model.layers[0].mlp
+    inner = mlp.forward
+    mlp.forward = lambda x: 0.9 * inner(x)
+
+
 CAUSES = [
     (stale, "state", "stale layer", (1,)),
     (swapped, "state", "another layer's weights", (0,)),
@@ -90,7 +98,8 @@ CAUSES = [
     (quantised, "state", "quantised checkpoint", (0, 1, 2)),
     (gates, "operators", "linear mlp.gate_proj", (0, 1, 2)),
     (activation, "operators", "between mlp (between its operators)", (0, 1, 2)),
-    (stream, "operators", "between block (between its operators)", (1, 2)),
+    (stream, "operators", "between block (between its operators)", (0, 1)),
+    (branch, "operators", "between block (between its operators)", (0,)),
 ]
 
 
@@ -283,6 +292,18 @@ def test_logits_and_penalties_in_reports_are_found(tiny, prompts):
     assert logits.total.value is None and logits.total.note == "not measurable"
     found = compare_systems(a, Altered(tiny(), penalised), (prompts, prompts))
     assert found.causes[0].name == "other processing" and "a penalty, bias" in found.words
+
+
+@pytest.mark.parametrize("base", [2, 10])
+def test_logarithms_to_another_base_are_found(tiny, prompts, base):
+    def rebased(found):
+        return Reported(found.tokens / math.log(base), found.rows / math.log(base))
+
+    found = compare_systems(tiny(), Altered(tiny(), rebased), (prompts, prompts))
+    assert [cause.name for cause in found.causes] == ["logarithm base"] and f"b to base {base}" in found.words
+    assert found.causes[0].token_gap.value == pytest.approx(found.token_gap.value)
+    both = compare_systems(Altered(tiny(), rebased), Altered(tiny(), rebased), (prompts, prompts))
+    assert not both.causes
 
 
 def test_other_token_ids_are_a_cause(tiny, prompts):

@@ -55,6 +55,13 @@ def test_probabilities_of_what_is_kept_sum_to_one():
     assert int(reported_rows(LOGITS, Sampling(top_k=3, processed=True)).isfinite().sum(-1).max()) == 3
 
 
+@pytest.mark.parametrize("base", [2, 10])
+def test_the_base_of_logarithms_is_read_back(base):
+    rows = reported_rows(LOGITS, Sampling())
+    assert find_processing(rows / math.log(base), LOGITS).base == base
+    assert find_processing(rows, LOGITS).base is None
+
+
 def test_what_no_setting_explains_is_off():
     """A penalty on some tokens; logits in place of log-probabilities; and nothing at all."""
     penalised = (LOGITS.double() - 0.7 * (torch.arange(50) % 3 == 0)).log_softmax(-1)

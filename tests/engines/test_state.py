@@ -37,6 +37,38 @@ def test_a_table_that_is_no_power_of_one_base_has_no_base_in_words(tiny):
     assert cause.words == "model.rotary_emb.inv_freq differs"
 
 
+def test_scaled_rotary_frequencies_have_their_factor_in_words(tiny):
+    a, b = tiny(), tiny()
+    b.model.model.rotary_emb.inv_freq.div_(4)
+    assert "b's is a's times 0.25" in find_state(a, b)[0][0].words
+
+
+def test_weights_exchanged_within_a_layer_are_named(tiny):
+    a, b = tiny(), tiny()
+    mlp = b.model.model.layers[1].mlp
+    mlp.gate_proj.weight, mlp.up_proj.weight = mlp.up_proj.weight, mlp.gate_proj.weight
+    (cause,) = find_state(a, b)[0]
+    gate, up = (f"model.layers.1.mlp.{name}_proj.weight" for name in ("gate", "up"))
+    assert cause.words == f"{gate}, {up} hold the numbers of {up}, {gate}"
+
+
+@pytest.mark.parametrize("tied", [0, 1])
+def test_a_head_that_is_tied_on_one_side(tiny, prompts, tied):
+    """The tied side's embedding stays as it is; both compute the same afterwards."""
+    pair = [tiny(tie_word_embeddings=True), tiny(tie_word_embeddings=True)]
+    assert find_state(*pair) == ((), ())
+    head = pair[1 - tied].model.lm_head
+    head.weight = torch.nn.Parameter(head.weight.detach() + 0.1 * torch.randn(head.weight.shape))
+    (cause,), notes = find_state(*pair)
+    assert cause.tensors == ("lm_head.weight",) and not notes
+    assert ("holds the numbers of model.embed_tokens.weight" if tied else "hold different numbers") in cause.words
+    mended = Mended()
+    mended.mend(*pair, cause)
+    assert torch.equal(*(one.logits(prompts[0]) for one in pair))
+    mended.restore()
+    assert find_state(*pair)[0] == (cause,)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_wider_side_is_the_one_that_is_written(tiny, dtype):
     """Both directions: the narrow side holds rounded numbers, which the wide side can hold."""

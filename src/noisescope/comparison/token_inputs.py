@@ -47,6 +47,9 @@ def _kind(a: list[int], b: list[int], chat: bool) -> tuple[str, str]:
         if more <= _SHORT:
             return "special tokens", f"{lacking} lacks the {_ids(longer[-more:])} at the end"
         return "truncation", f"{lacking} lacks tokens at the end"
+    for which, first, second in (("b", a, b), ("a", b, a)):
+        if _begins_inside(first, second):
+            return "truncation", f"{which} keeps the end of long texts where the other side keeps the beginning"
     matcher = SequenceMatcher(None, a, b, autojunk=False)
     if matcher.ratio() < _LIKE:
         return "tokenizer", "fewer than half of the tokens match"
@@ -55,6 +58,13 @@ def _kind(a: list[int], b: list[int], chat: bool) -> tuple[str, str]:
     if chat:
         return "template", f"{where}: different chat template"
     return "tokenizer", f"{where}: different tokenizer, template or normalisation"
+
+
+def _begins_inside(first: list[int], second: list[int]) -> bool:
+    """Whether `second`, after special tokens that both begin with, begins with what `first` ends with."""
+    same = next((at for at, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1]), 0)
+    first, second = (ids[same if same <= _SHORT else 0 :] for ids in (first, second))
+    return any(first[at:] == second[: len(first) - at] for at in range(1, int(len(first) * (1 - _LIKE)) + 1))
 
 
 def _ids(ids: list[int]) -> str:

@@ -2,7 +2,8 @@
 
 One forward of b per prompt: every module receives a's input, and its output is compared; b continues with a's output,
 so the input of the next module shows what the code between them does (attention between its projections, an activation,
-a residual add). Differences do not accumulate, and each is attributed to where it arises.
+a residual add). The same holds for blocks, of which only the last add remains to be judged. Differences do not
+accumulate, and each is attributed to where it arises.
 """
 
 from __future__ import annotations
@@ -90,10 +91,14 @@ def replay(a: Engine, b: Engine, prompts: Sequence[Ids]) -> tuple[list[SiteError
             before: dict[str, Site | None] = before,
         ) -> Tensor | None:
             site = call.site
-            if not is_leaf(site) or site.module not in reference:
+            if site.module not in reference:
                 return None
             x, y = reference[site.module]
             previous = before[site.module]
+            if site.operator == "residual" and call.output.shape == y.shape:
+                added = found.setdefault((site.module, True), SiteError(site, True, previous))
+                added.add(y, y, call.output, _TOKEN_FACTOR * round_off)
+                return y
             if x.is_floating_point() and call.inputs.shape == x.shape:
                 arriving = found.setdefault((site.module, True), SiteError(site, True, previous))
                 arriving.add(x, x, call.inputs, _TOKEN_FACTOR * round_off)
@@ -111,7 +116,7 @@ def replay(a: Engine, b: Engine, prompts: Sequence[Ids]) -> tuple[list[SiteError
 
 def _keep(reference: dict[str, tuple[Tensor, Tensor]], order: list[Site]) -> OnCall:
     def keep(call: EngineCall) -> None:
-        if is_leaf(call.site):
+        if is_leaf(call.site) or call.site.operator == "residual":
             reference[call.site.module] = (call.inputs.clone(), call.output.clone())
             order.append(call.site)
 
@@ -269,8 +274,8 @@ def _attention(error: SiteError) -> str:
         return ""
     if at == 0:
         return (
-            "it also differs at the first token, which attends only to itself: the cause is values or precision, "
-            "not scores"
+            "it also differs at the first token, which attends only to itself: the cause is values, precision or a "
+            "mask that lets it see later tokens"
         )
     if at <= 2:
         return (

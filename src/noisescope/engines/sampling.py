@@ -7,6 +7,7 @@ values: a temperature scales differences between tokens, a truncation adds -log(
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,6 +18,7 @@ from noisescope.engines.protocol import Sampling
 CLOSE = 2e-3  # nats by which a reported value may be off its formula: engines compute and store it in float32
 _SHARE = 1e-4  # relative error of a kept share
 _LEAST_TOKENS = 3  # of a row, to tell a temperature
+_BASES = (2, 10)  # of logarithms that are not natural
 
 
 def reported_rows(logits: Tensor, sampling: Sampling) -> Tensor:
@@ -41,12 +43,14 @@ def truncated(rows: Tensor, sampling: Sampling) -> Tensor:
 
 @dataclass(frozen=True)
 class Processing:
-    """What was done to logits: `raw` where the values are the logits themselves; `off`: nats left unexplained."""
+    """What was done to logits: `unnormalised` where the values are the logits themselves; `base`: of logarithms that
+    are not natural; `off`: nats left unexplained."""
 
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
     unnormalised: bool = False
+    base: int | None = None
     off: float = 0.0
 
     @property
@@ -64,6 +68,10 @@ def find_processing(rows: Tensor, logits: Tensor) -> Processing:
     given = rows.isfinite()
     if not bool(given.any()):
         return Processing()
+    if _off(rows, logits, Processing()) > CLOSE:
+        for base in _BASES:
+            if _off(rows * math.log(base), logits, Processing()) <= CLOSE:
+                return Processing(base=base)
     total = rows.masked_fill(~given, -torch.inf).logsumexp(-1)
     unnormalised = bool((total > CLOSE).all()) or (bool(given.all()) and bool((total.abs() > 0.1).all()))
     if unnormalised:

@@ -65,7 +65,8 @@ class _Side:
     def rows(self, number: int) -> Tensor:
         """Log-probabilities of one prompt as reported; NaN where the rows are none."""
         rows = self.given(number)
-        return torch.full_like(rows, torch.nan) if self.processing.unnormalised else rows
+        none = self.processing.unnormalised or self.processing.base is not None
+        return torch.full_like(rows, torch.nan) if none else rows
 
     def given(self, number: int) -> Tensor:
         """As reported; where only some tokens were given, all of them by the engine's own processing."""
@@ -148,6 +149,9 @@ def _steps(left: _Side, right: _Side) -> Iterator[tuple[str, str, tuple[View, Vi
     if there.shift != here.shift:
         words = f"b's token log-probabilities belong {_places(there.shift)} (a's {_places(here.shift)})"
         yield "alignment", words, (_moved(here), _moved(there))
+    if mine.base != its.base:
+        words = " and ".join(f"{side} to base {one.base or 'e'}" for side, one in (("a", mine), ("b", its)))
+        yield "logarithm base", f"log-probabilities are logarithms of different bases: {words}", (_by(mine), _by(its))
     if mine.unnormalised != its.unnormalised or max(mine.off, its.off) > CLOSE:
         yield "other processing", _other(mine, its), (_by(mine), _by(its))
     if (mine.top_k, mine.top_p) != (its.top_k, its.top_p):

@@ -1,7 +1,8 @@
 """Second stage: settings, weights and buffers that differ, by name, grouped into causes, with how to correct each.
 
-b receives a's numbers. If b's dtype can't represent them (b was cast to 16 bits), a receives b's instead: either way,
-both then compute with the same numbers. `Mended.restore` undoes everything.
+b receives a's numbers. If b can't hold them (it was cast to 16 bits, or the tensor is also another one there, such as a
+head that shares the embedding's weight), a receives b's instead: either way, both then compute with the same numbers.
+`Mended.restore` undoes everything.
 """
 
 from __future__ import annotations
@@ -56,9 +57,12 @@ class Mended:
 
     def mend(self, a: Engine, b: Engine, cause: StateCause) -> None:
         wanted = set(cause.tensors)
-        mine, its = ({name: x.clone() for name, x in engine.tensors() if name in wanted} for engine in (a, b))
+        held_by_a, held_by_b = dict(a.tensors()), dict(b.tensors())
+        tied = set(_tied(held_by_b)) - set(_tied(held_by_a))
+        mine, its = ({name: held[name].clone() for name in wanted} for held in (held_by_a, held_by_b))
         for name in cause.tensors:
-            to_b = torch.promote_types(mine[name].dtype, its[name].dtype) == its[name].dtype
+            wide = torch.promote_types(mine[name].dtype, its[name].dtype) == its[name].dtype
+            to_b = wide and name not in tied
             engine, source, held = (b, mine[name], its[name]) if to_b else (a, its[name], mine[name])
             self.tensors.append((engine, name, held))
             engine.write(name, source)
@@ -78,7 +82,7 @@ def find_state(a: Engine, b: Engine) -> tuple[tuple[StateCause, ...], tuple[str,
     mine, its = dict(a.tensors()), dict(b.tensors())
     common = [name for name in mine if name in its]
     pairs: list[_Pair] = []
-    notes = list(_lacking(mine, its))
+    notes = list(_lacking(mine, its, {*_tied(mine), *_tied(its)}))
     for name in common:
         here, there = mine[name].cpu(), its[name].cpu()
         if here.shape != there.shape:
@@ -138,8 +142,10 @@ def _grouped(pairs: Sequence[_Pair], reference: dict[str, Tensor], blocks: int) 
             yield StateCause("damaged weight", f"{pair.name} {_words(pair.found.words)}", (pair.name,))
     moved = _moved(dense, reference)
     for (block, other), held in _by_block(moved).items():
-        source = moved[held[0]] if len(held) == 1 else other
-        yield StateCause("another layer's weights", f"{_holders(block, held)} the numbers of {source}", tuple(held))
+        own = block is not None and other == f"layer {block}"  # exchanged within a layer
+        source = ", ".join(moved[name] for name in held[:_SHOWN]) if len(held) == 1 or own else other
+        holders = f"{_some(held)} hold{'s' if len(held) == 1 else ''}" if own else _holders(block, held)
+        yield StateCause("another layer's weights", f"{holders} the numbers of {source}", tuple(held))
     yield from _stale([pair for pair in dense if pair.name not in moved], blocks)
 
 
@@ -209,7 +215,12 @@ def _rotary(pair: _Pair) -> str:
     """The bases, where both tables are powers of one."""
     a, b = (_base(table) for table in (pair.a, pair.b))
     words = f"{pair.name} differs"
-    return f"{words}: base {b:g} in b, {a:g} in a" if a and b and not math.isclose(a, b, rel_tol=1e-3) else words
+    if a and b and not math.isclose(a, b, rel_tol=1e-3):
+        return f"{words}: base {b:g} in b, {a:g} in a"
+    ratio = (pair.b.double() / pair.a.double()).reshape(-1)
+    if bool(torch.isclose(ratio, ratio[:1], rtol=1e-3).all()):
+        return f"{words}: b's is a's times {float(ratio[0]):.4g} (a scaling factor of positions)"
+    return words
 
 
 def _base(table: Tensor) -> float:
@@ -226,9 +237,18 @@ def _sizes(pairs: Sequence[_Pair]) -> str:
     return f"a relative L2 of {math.sqrt(error / size) if size else math.inf:.2g}"
 
 
-def _lacking(mine: dict[str, Tensor], its: dict[str, Tensor]) -> Iterator[str]:
+def _tied(tensors: dict[str, Tensor]) -> Iterator[str]:
+    """Names that share their numbers with another name."""
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, tensor in tensors.items():
+        names[tensor.data_ptr() if tensor.numel() else -len(names)].append(name)
+    return (name for held in names.values() if len(held) > 1 for name in held)
+
+
+def _lacking(mine: dict[str, Tensor], its: dict[str, Tensor], tied: set[str]) -> Iterator[str]:
+    """A tied name that one engine does not use is no lack: its numbers are compared under the other name."""
     for which, here, there in (("b", mine, its), ("a", its, mine)):
-        names = [name for name in here if name not in there]
+        names = [name for name in here if name not in there and name not in tied]
         if names:
             yield f"{which} lacks {len(names)} tensors, which were not compared ({_some(names)})"
 

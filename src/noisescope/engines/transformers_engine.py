@@ -124,7 +124,8 @@ class TransformersEngine:
         return tuple(text[len(ids) :])
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        yield from ((name, tensor.detach()) for name, tensor in self.model.named_parameters())
+        parameters = self.model.named_parameters(remove_duplicate=False)  # a head may share the embedding's weight
+        yield from ((name, tensor.detach()) for name, tensor in parameters)
         yield from ((name, tensor.detach()) for name, tensor in self.model.named_buffers())
 
     def write(self, name: str, value: Tensor) -> None:
