@@ -14,7 +14,7 @@ from noisescope.trials import Results, Trial
 # As in measures/format_costs.py, which needs torch; a test keeps them in sync.
 UNTOUCHED = "bf16"
 GROUP = 64  # weights that share a scale, in integer formats
-FORMATS = (UNTOUCHED, "int8", "fp8_e4m3", "int4", "nvfp4", "mxfp4", "int3")
+FORMATS = (UNTOUCHED, "int8", "fp8_e4m3", "int4", "int4_asymmetric", "int4_clipped", "nvfp4", "mxfp4", "int3")
 SAMPLES = 16  # a second sample adds more than a second draw on the same one, at the same cost
 
 

@@ -1,10 +1,11 @@
 """The formats a weight may be stored in, a plan of them as an injection, and what each would cost each linear.
 
-Rounding is to nearest. Integers are symmetric, with one scale for each group of 64 weights along the input dimension;
+Rounding is to nearest. Integers have one scale for each group of 64 weights along the input dimension; they are
+symmetric, but int4 comes with a zero point, too, and with that and a clipped range (`int4_asymmetric`, `int4_clipped`).
 FP8 has one scale for each output channel; MXFP4 and NVFP4 have their own blocks (32 and 16). "bf16" stands for 16 bits.
 
 Two counts of bits: nominal (the number in the name, which budgets of average bits are of) and effective (with the share
-of the scales: 16 bits each, 8 in MXFP4 and NVFP4; a last group that is not full has its scale, too).
+of the scales: 16 bits each, 8 in MXFP4 and NVFP4, and 4 of a zero point; a last group that is not full has its own).
 
 Rounding W to Wq puts an error d_t = (Wq - W) x_t on the output at every token t. To second order the KL of the logits,
 summed over scored positions s, is
@@ -62,6 +63,8 @@ WEIGHT_FORMATS: dict[str, Format] = {
     "int8": Format("int8", "group", GROUP),
     "fp8_e4m3": Format("fp8_e4m3", "channel"),
     "int4": Format("int4", "group", GROUP),
+    "int4_asymmetric": Format("int4", "group", GROUP, asymmetric=True),
+    "int4_clipped": Format("int4", "group", GROUP, asymmetric=True, clipped=True),
     "nvfp4": Format("nvfp4"),
     "mxfp4": Format("mxfp4"),
     "int3": Format("int3", "group", GROUP),

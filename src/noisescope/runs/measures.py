@@ -16,6 +16,7 @@ from noisescope.errors import InvalidInput
 from noisescope.measures.fisher import GradientScreen, Screen
 from noisescope.measures.format_costs import FormatScreen, count_block_parameters, effective_bits, weight_format
 from noisescope.measures.format_screen import QuestionScreen
+from noisescope.measures.format_slopes import FormatSlopes
 from noisescope.model.anatomy import linear_weight
 from noisescope.probe.capture import Capture
 from noisescope.probe.inject import Probe, inject
@@ -182,6 +183,34 @@ def formats(runner: TrialRunner, trial: Trial) -> Result:
     return Result(samples, {}, facts, {"predicted": predicted})
 
 
+def format_slopes(runner: TrialRunner, trial: Trial) -> Result:
+    """KL of a plan, and how it changes with the format of each linear: see measures/format_slopes.py.
+
+    `injection` is the plan, None where all keep 16 bits. Slopes are of the mean over samples of the KL per token.
+    """
+    part, names = trial.slice, [str(name) for name in trial.settings["formats"]]
+    held = {} if trial.injection is None else dict(trial.injection.perturbation.perturbations)
+    scope = FormatSlopes(runner.model, {n: weight_format(n) for n in names}, held, anatomy=runner.anatomy)
+    samples = runner.materials[part.data].samples(part)
+    divergence, tokens = np.zeros(len(samples)), np.zeros(len(samples))
+    for batch in runner.batches(part, size=FORMAT_SAMPLES, whole=True):
+        owners = batch.whole.owners.cpu().numpy()
+        np.add.at(tokens, owners, 1.0)
+        with torch.no_grad():
+            logits = runner.forward(batch)
+            scored = batch.whole.scored.to(logits.device)
+            clean = logits.index_select(0, scored)
+        with _injecting(runner, trial) as probe, scope, torch.enable_grad():
+            if probe is not None:
+                probe.rows(batch.rows)
+            weights = torch.from_numpy(1 / (tokens[owners] * len(samples))).to(logits.device, torch.float32)
+            found = scope.descend(runner.forward(batch), clean, scored, weights)
+        np.add.at(divergence, owners, found.double().cpu().numpy())
+        runner.forwards += len(batch.ids) * 3
+    slopes = {site.module: row.tolist() for site, row in scope.sums.items()}
+    return Result(samples, {"kl": tuple((divergence / tokens).tolist())}, {"slopes": slopes, "formats": names})
+
+
 def _send_gradients(
     runner: TrialRunner, scope: GradientScreen, trial: Trial, *, size: int
 ) -> tuple[tuple[int, ...], np.ndarray]:
@@ -316,4 +345,5 @@ MEASURES: dict[str, Callable[[TrialRunner, Trial], Result | Finish]] = {
     "gradients": gradients,
     "formats": formats,
     "format_screen": format_screen,
+    "format_slopes": format_slopes,
 }
