@@ -17,6 +17,8 @@ from noisescope.api.plans import plan_precision
 from noisescope.diagnosis.report import Diagnosis
 from noisescope.errors import InvalidInput
 from noisescope.jsonform import from_json, to_json
+from noisescope.measures.divergence import kl_divergence
+from noisescope.measures.format_costs import plan_injection
 from noisescope.model.loading import Subject
 from noisescope.plans.precision import modules_of
 from noisescope.plans.precision_exports import export_plan
@@ -183,3 +185,37 @@ def test_a_plan_that_rounds_nothing(subject, report):
     assert found.typical_kl == 0.0 and (found.random.n, found.random.median_typical_kl) == (2, 0.0)
     (row,) = [row for row in found.rows if row.kind == "plan"]
     assert row.kl.typical.value == row.kl.mean.value == 0.0 and row.kl.typical.n == 4
+
+
+def test_a_plan_is_refined_on_the_samples_that_scored(subject, report):
+    """Fewer nats on these within the same budget, and a note with both; without the model it is refused."""
+    model = tiny_model("llama", num_hidden_layers=4)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.mul_(8 if "proj" in name else 1)  # errors that matter
+    large = ns.wrap(model)
+    scored = diagnosed(large, "layer")
+    options = {"average_bits": 5, "formats": "int3,int4,int8", "data": batches(4)}
+    before = ns.plan.precision(scored, **options)
+    after = ns.plan.precision(scored, refine=6, subject=large, **options)
+    assert after.average_bits <= 5 and after.method == "optimal by module, refined"
+    [note] = [note for note in after.notes if note.startswith("refined in ")]
+    tokens = batches(4)[0]["input_ids"]
+    kl = []
+    for plan in (before, after):
+        with torch.no_grad():
+            clean = model(tokens).logits[:, :-1].flatten(0, 1)
+            with ns.inject(model, plan_injection(plan.assignment)):
+                kl.append(float(kl_divergence(clean, model(tokens).logits[:, :-1].flatten(0, 1)).mean()))
+    assert kl[1] < kl[0] and f"mean KL {kl[0]:.3g} to {kl[1]:.3g} on 4 samples" in note
+    with pytest.raises(InvalidInput, match="refine needs the model"):
+        ns.plan.precision(report, refine=1, **options)
+    with pytest.raises(InvalidInput, match="granularity"):
+        ns.plan.precision(report, refine=1, granularity="layer", subject=subject, **options)
+
+
+def test_a_screen_scores_formats():
+    """So a plan can be made of it."""
+    screened = ns.diagnose(ns.load("tiny:llama"), batches(4), samples=4, level="layer", effort="screen")
+    plan = ns.plan.precision(screened, average_bits=5)
+    assert plan.average_bits <= 5 and screened.diagnosis.format_scores.n == 4

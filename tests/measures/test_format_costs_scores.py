@@ -114,8 +114,9 @@ def test_nothing_to_score_is_an_error() -> None:
 def test_bits_with_and_without_scales() -> None:
     """Groups of 64 add 16 / 64, output channels 16 / inputs, MXFP4 and NVFP4 their 8-bit scales."""
     wanted = {"bf16": 16, "int8": 8.25, "fp8_e4m3": 8.125, "int4": 4.25, "nvfp4": 4.5, "mxfp4": 4.25, "int3": 3.25}
+    wanted |= {"int4_asymmetric": 4 + 20 / 64, "int4_clipped": 4 + 20 / 64}  # and a zero point
     assert {name: effective_bits(name, 128) for name in WEIGHT_FORMATS} == wanted
-    assert [WEIGHT_FORMATS[name].element_bits for name in wanted] == [16, 8, 8, 4, 4, 4, 3]
+    assert [WEIGHT_FORMATS[name].element_bits for name in wanted] == [16, 8, 8, 4, 4, 4, 3, 4, 4]
     with pytest.raises(InvalidInput, match="'int5'"):
         weight_format("int5")
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import noisescope as ns
-from noisescope.measures.divergence import kl_divergence
 from noisescope.measures.format_costs import plan_injection, weight_format
 from noisescope.measures.format_slopes import FormatSlopes
 from noisescope.model.anatomy import linear_weight
@@ -68,13 +67,12 @@ def test_a_slope_is_the_derivative_of_the_kl_of_the_plan() -> None:
 
 
 def test_the_errors_of_others_show_in_the_slopes() -> None:
-    """A linear at 16 bits has no slope of its own in a plan of nothing else, but has one beside rounded linears."""
+    """Beside rounded linears one at 16 bits has a slope of first order, by itself it has none."""
     model = tiny_model("llama")
-    _, beside = slopes_at(model, PLAN)
     name = "model.layers.1.mlp.down_proj"
-    assert beside[name]["bf16"] == pytest.approx(0.0, abs=1e-9) or abs(beside[name]["bf16"]) < abs(beside[name]["int3"])
-    alone, _ = slopes_at(model, {name: "int8"})
-    assert alone < 1e-3 and beside[name]["int3"] != 0.0
+    _, beside = slopes_at(model, PLAN)
+    _, nearly_alone = slopes_at(model, {"model.layers.0.mlp.up_proj": "int8"})
+    assert abs(beside[name]["int3"]) > 10 * abs(nearly_alone[name]["int3"]) > 0
 
 
 def test_slopes_leave_no_trace() -> None:
@@ -84,4 +82,3 @@ def test_slopes_leave_no_trace() -> None:
     slopes_at(model, PLAN)
     with torch.no_grad():
         assert torch.equal(before, model(TOKENS).logits)
-    assert float(kl_divergence(before.flatten(0, 1), before.flatten(0, 1)).sum()) == 0

@@ -33,9 +33,7 @@ LATENCIES = FileKind(
 @takes_options(BudgetOptions)
 def plan_precision(report: Report | Diagnosis, options: BudgetOptions) -> Plan:
     """A number format for each linear of the blocks, at the least predicted KL that the budget allows."""
-    budget = Budget(
-        options.average_bits, options.max_megabytes, options.max_milliseconds, _table(options.latency_table)
-    )
+    budget = budget_of(options)
     modules = modules_of(diagnosis_of(report), options.formats)
     bits = {name: choice.bits for name, choice in modules[0].choices.items()}
     low, high = min(bits, key=bits.__getitem__), max(bits, key=bits.__getitem__)
@@ -45,6 +43,11 @@ def plan_precision(report: Report | Diagnosis, options: BudgetOptions) -> Plan:
             f"{options.average_bits:g}: change the average, or the formats to choose from"
         )
     return optimal_plan(modules, budget, granularity=options.granularity)
+
+
+def budget_of(options: BudgetOptions) -> Budget:
+    table = _table(options.latency_table)
+    return Budget(options.average_bits, options.max_megabytes, options.max_milliseconds, table)
 
 
 def predict_precision(report: Report | Diagnosis, plan: Plan, *, formats: Iterable[str] | None = None) -> PrecisionPlan:

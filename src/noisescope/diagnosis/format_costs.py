@@ -19,9 +19,9 @@ SAMPLES = 16  # a second sample adds more than a second draw on the same one, at
 
 
 def propose(context: StudyContext) -> list[Trial]:
-    """No trial in a screen, without the layer level, or with the caller's own metric."""
+    """No trial without the layer level, or with the caller's own metric."""
     part, settings = context.curvature_slice, context.settings
-    if part is None or settings.effort == "screen" or "layer" not in settings.levels:
+    if part is None or "layer" not in settings.levels:
         return []
     part = dataclasses.replace(part, stop=min(SAMPLES, context.test[-1].stop))
     return [Trial(context.conditions, "formats", part, None, {"formats": FORMATS, "draws": 1, "seed": 0})]

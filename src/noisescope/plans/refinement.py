@@ -13,7 +13,7 @@ its KL is lower on the samples that score, and the next one may touch twice as m
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import numpy as np
@@ -47,9 +47,13 @@ class Refinement:
     samples: Slice
     injection: Callable[[Mapping[str, str]], Injection | None]  # that carries a plan out
     phase: ClassVar[str] = "refining the plan"
+    _solved: dict[tuple[str, float], Plan] = field(default_factory=dict, compare=False)  # every wave asks again
 
     def propose(self, frame: StudyContext, results: Results) -> list[Trial]:
-        _, asked = self._replayed(frame, results)
+        try:
+            _, asked = self._replayed(frame, results)
+        except NoisescopeError:  # a failed trial: conclude reports it
+            return []
         return [] if asked is None else [asked]
 
     def conclude(self, frame: StudyContext, results: Results, notes: Sequence[str] = ()) -> Refined:
@@ -73,7 +77,10 @@ class Refinement:
         scale = first / self.start.predicted_mean_kl if self.start.predicted_mean_kl > 0 else 1.0
         smallest = min(module.parameters for module in self.modules) / sum(m.parameters for m in self.modules)
         while len(measured) <= self.rounds and share >= smallest:
-            changed = self._changed(best, at, scale, share)
+            key = (self.trial(frame, best.assignment).id, share)
+            if key not in self._solved:
+                self._solved[key] = self._changed(best, at, scale, share)
+            changed = self._solved[key]
             if tuple(changed.assignment.items()) in tried:
                 share /= 2
                 continue
