@@ -219,3 +219,11 @@ def test_a_screen_scores_formats():
     screened = ns.diagnose(ns.load("tiny:llama"), batches(4), samples=4, level="layer", effort="screen")
     plan = ns.plan.precision(screened, average_bits=5)
     assert plan.average_bits <= 5 and screened.diagnosis.format_scores.n == 4
+
+
+def test_a_plan_for_a_tool_has_formats_of_the_tool(report, tmp_path):
+    """Unless others were chosen."""
+    options = {"average_bits": 4.5, "output": tmp_path / "plan.json", "export": "torchao"}
+    assert set(ns.plan.precision(report, **options).assignment.values()).isdisjoint({"int4_clipped", "nvfp4", "mxfp4"})
+    with pytest.raises(InvalidInput, match="torchao has no weight-only int4_clipped"):
+        ns.plan.precision(report, formats="int4_clipped,bf16", **options)

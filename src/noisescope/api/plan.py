@@ -55,6 +55,7 @@ def precision(report: ReportSource, options: PrecisionOptions, *, subject: Model
     (False, None)
     """
     found = as_report(report)
+    options = plans.with_formats_of_tool(found, options)
     plan, notes = plans.plan_precision(found, options=options), ()
     if options.refine:
         from noisescope.api.plan_trials import refine_precision

@@ -42,14 +42,13 @@ INTEGERS = {"int8": 8, "int4": 4, "int4_asymmetric": 4, "int4_clipped": 4, "int3
 SYMMETRIC = {"int8": 8, "int4": 4, "int3": 3}
 BLOCKS = {"mxfp4": 32, "nvfp4": 16}  # the format's own
 TRANSPOSED = "Conv1D"
-TRANSPOSING = ("autoround", "llama.cpp")  # tools that take it
+TRANSPOSING = ("autoround",)  # tools that take it
 GGUF_TYPES = {"int8": "q8_0", "int4": "q4_0", "int4_asymmetric": "q4_1", "int4_clipped": "q4_k", "int3": "q3_k"}
 GGUF_BLOCKS = {"q4_k": 256, "q3_k": 256}  # others: 32
 GGUF_NAMES = {
     "q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output", "gate_proj": "ffn_gate",
     "up_proj": "ffn_up", "down_proj": "ffn_down", "qkv_proj": "attn_qkv", "gate_up_proj": "ffn_up",
-    "c_attn": "attn_qkv", "c_fc": "ffn_up", "query_key_value": "attn_qkv", "dense_h_to_4h": "ffn_up",
-    "dense_4h_to_h": "ffn_down",
+    "query_key_value": "attn_qkv", "dense_h_to_4h": "ffn_up", "dense_4h_to_h": "ffn_down",
 }  # fmt: skip
 
 
@@ -70,6 +69,14 @@ class RoundedModule:
     format: str
     group: int
     spelled: dict[str, Json]
+
+
+def formats_of(tool: str) -> tuple[str, ...] | None:
+    """The formats that a tool has; None where it has all."""
+    if tool == "llama.cpp":
+        return (UNTOUCHED, *GGUF_TYPES)
+    found = _spellings(GROUP).get(tool)
+    return None if found is None else (UNTOUCHED, *found)
 
 
 def export_plan(plan: Plan, tool: str, modules: Sequence[Module]) -> Export:
@@ -228,7 +235,7 @@ def _tensor_types(plan: Plan, modules: Sequence[Module]) -> Iterator[str]:
         if kind not in GGUF_NAMES:
             raise InvalidInput(f"llama.cpp's name of {module.name} is not known here: export json")
         if name not in (UNTOUCHED, *GGUF_TYPES):
-            offered = ",".join((UNTOUCHED, *GGUF_TYPES))
+            offered = ",".join(formats_of("llama.cpp") or ())
             raise InvalidInput(f"llama.cpp has no tensor type for {name}: plan with --formats {offered}")
         spelled = GGUF_TYPES.get(name, "bf16")
         block = 1 if name == UNTOUCHED else GGUF_BLOCKS.get(spelled, 32)
