@@ -47,7 +47,12 @@ from noisescope.trials import Slice, Trial
 
 FORMATS = ("int4", "int4_asymmetric", "int4_clipped", "int8")
 FOUR_BITS = FORMATS[:3]
-OURS = ("screen", "refined, 1 round", "refined")
+VARIANTS: dict[str, dict[str, Any]] = {
+    "refined": {"shrink": True, "errors": 1.0},
+    "refined, any gain": {"shrink": True, "errors": 0.0},
+    "refined, all slopes": {"shrink": False, "errors": 1.0},
+}
+OURS = ("screen", *VARIANTS)
 
 
 class Bench:
@@ -107,9 +112,10 @@ def plans_at(bench: Bench, modules: list[Module], rivals: dict[str, list[Module]
     screen = optimal_plan(modules, budget)
     found = {"screen": screen}
     facts: dict[str, Any] = {}
-    for name, rounds in (("refined, 1 round", 1), ("refined", options.rounds)):
+    for name, chosen in VARIANTS.items():
         started = time.perf_counter()
-        question = Refinement(modules, budget, screen, rounds, bench.calibration.test[0], plan_injection)
+        samples = bench.calibration.test[0]
+        question = Refinement(modules, budget, screen, options.rounds, samples, plan_injection, **chosen)
         refined = bench.settle(question, bench.calibration)
         found[name] = refined.plan
         facts[name] = {"calibration_kl": refined.measured, "seconds": time.perf_counter() - started}

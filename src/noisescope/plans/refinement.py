@@ -21,7 +21,7 @@ import numpy as np
 from noisescope.diagnosis.context import StudyContext
 from noisescope.errors import NoisescopeError
 from noisescope.injection import Injection
-from noisescope.plans.precision import Budget, Module, Plan, plan_of, solve
+from noisescope.plans.precision import Array, Budget, Module, Plan, plan_of, solve
 from noisescope.trials import Result, Results, Slice, Trial
 
 FIRST_SHARE = 0.25  # of the weights may change at once, at first
@@ -46,6 +46,8 @@ class Refinement:
     rounds: int
     samples: Slice
     injection: Callable[[Mapping[str, str]], Injection | None]  # that carries a plan out
+    shrink: bool = True
+    errors: float = 1.0
     phase: ClassVar[str] = "refining the plan"
     _solved: dict[tuple[str, float], Plan] = field(default_factory=dict, compare=False)  # every wave asks again
 
@@ -90,7 +92,7 @@ class Refinement:
                 return Refined(best, lowest, tuple(measured)), asked
             there = _checked(results[asked.id])
             measured.append(mean_kl(there))
-            if measured[-1] < lowest:
+            if is_lower(there, at, self.errors):
                 best, at, lowest, share = changed, there, measured[-1], min(2 * share, 1.0)
             else:
                 share /= 2
@@ -98,22 +100,39 @@ class Refinement:
 
     def _changed(self, plan: Plan, at: Result, scale: float, share: float) -> Plan:
         """The best change of a plan that touches at most this share of the weights."""
-        names, slopes = at.facts["formats"], at.facts["slopes"]
-        weights = sum(module.parameters for module in self.modules)
+        names, weights = list(at.facts["formats"]), sum(module.parameters for module in self.modules)
+        own = np.array([[m.choices[f].predicted_kl for f in names] for m in self.modules])
+        now = np.array([names.index(plan.assignment[module.name]) for module in self.modules])
+        current = own[np.arange(len(now)), now][:, None]
+        halves = np.array([at.facts["slopes"].get(m.name, np.zeros((2, len(names)))) for m in self.modules])
+        expected = scale * np.where(own < current, 2 * (own - current), 0.0)  # of errors that are independent
+        beyond = halves.sum(1) - expected
+        if self.shrink:
+            beyond *= reliability(halves[:, 0] - expected / 2, halves[:, 1] - expected / 2)
+        costs = expected + beyond + scale * (own + current)
+        costs[np.arange(len(now)), now] = 0.0
         moved, touched = [], []
-        for module in self.modules:
-            now, row = plan.assignment[module.name], slopes.get(module.name, [0.0] * len(names))
-            own = module.choices[now].predicted_kl
-            costs = {
-                name: 0.0 if name == now else slope + scale * (own + module.choices[name].predicted_kl)
-                for name, slope in zip(names, row, strict=True)
-            }
-            choices = {name: replace(choice, predicted_kl=costs[name]) for name, choice in module.choices.items()}
+        for module, row, kept in zip(self.modules, costs, now, strict=True):
+            choices = {f: replace(module.choices[f], predicted_kl=float(c)) for f, c in zip(names, row, strict=True)}
             moved.append(replace(module, choices=choices))
-            touched.append({name: (name != now) * module.parameters / weights for name in choices})
+            touched.append({f: (f != names[kept]) * module.parameters / weights for f in names})
         limits = [*self.budget.limits(self.modules), ("share of weights", share, touched)]
         found = solve(moved, limits)
         return plan_of(self.modules, found.assignment, f"{self.start.method}, refined", found.note)
+
+
+def reliability(one: Array, other: Array) -> float:
+    """How much of the sum of two halves is signal: their correlation r as 2 r / (1 + r), from 0 to 1."""
+    spread = float((one**2).sum() + (other**2).sum())
+    r = max(2 * float((one * other).sum()) / spread, 0.0) if spread > 0 else 0.0
+    return 2 * r / (1 + r)
+
+
+def is_lower(after: Result, before: Result, errors: float) -> bool:
+    """Whether the KL is lower, sample by sample, by more than so many standard errors."""
+    gains = np.array(before.values["kl"], dtype=np.float64) - np.array(after.values["kl"], dtype=np.float64)
+    spread = float(gains.std(ddof=1)) / len(gains) ** 0.5 if len(gains) > 1 else 0.0
+    return bool(gains.mean() > errors * spread)
 
 
 def mean_kl(result: Result) -> float:
