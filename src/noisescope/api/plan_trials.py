@@ -21,9 +21,8 @@ from noisescope.diagnosis.report import Diagnosis
 from noisescope.errors import InvalidInput
 from noisescope.findings.finding import counted
 from noisescope.injection import Injection
-from noisescope.measures.format_costs import UNTOUCHED, is_planned, plan_injection
+from noisescope.measures.format_costs import UNTOUCHED, is_planned, plan_injection, planned_weights
 from noisescope.measures.smoothquant import W8A8, Smoothed, find_folds, rounded_kl, smooth
-from noisescope.model.anatomy import linear_weight
 from noisescope.model.fingerprint import model_fingerprint
 from noisescope.model.forwards import input_device
 from noisescope.model.loading import Subject
@@ -260,15 +259,13 @@ def check_sizes(report: Report | Diagnosis, subject: Subject) -> None:
     found = diagnosis_of(report)
     check_model(found, subject)
     modules = dict(subject.model.named_modules())
-    shapes = {
-        unit.module: linear_weight(modules[unit.module]).shape for unit in subject.anatomy.units if is_planned(unit)
-    }
+    planned = {u.module: planned_weights(modules[u.module]) for u in subject.anatomy.units if is_planned(u)}
     for scored in found.format_scores.modules if found.format_scores is not None else ():
-        outputs, inputs = shapes.get(scored.module, (0, 0))
-        _refuse_size(subject, f"weights in {scored.module}", scored.parameters, outputs * inputs)
+        count = sum(weight.numel() for weight in planned.get(scored.module, ()))
+        _refuse_size(subject, f"weights in {scored.module}", scored.parameters, count)
     for name, row in found.channel_analysis.per_layer.items() if found.channel_analysis is not None else ():
-        if name in shapes:
-            _refuse_size(subject, f"output channels in {name}", row.total_channels, shapes[name][0])
+        if name in planned and planned[name][0].dim() == 2:
+            _refuse_size(subject, f"output channels in {name}", row.total_channels, planned[name][0].shape[0])
 
 
 def _refuse_size(subject: Subject, what: str, reported: int, found: int) -> None:

@@ -6,7 +6,7 @@ With the plan carried out, D = KL(clean || plan) and its gradient G = dD/dW at a
 
 The first term is exact: it holds how the errors of this linear act together with those of all others, and needs no
 random draws. One product g^T x for each linear gives G for all formats. Scores of single linears (format_costs.py) have
-the second order, and lack the interactions.
+the second order, and lack the interactions. Fused experts are left out.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from noisescope.measures.divergence import kl_of_rows, row_blocks, widened
 from noisescope.measures.fisher import GradientScreen
 from noisescope.measures.format_costs import is_planned
-from noisescope.model.anatomy import Anatomy, Unit, linear_weight
+from noisescope.model.anatomy import MODULE, Anatomy, Unit, linear_weight
 from noisescope.probe.formats import Format, quantise
 from noisescope.probe.recorded_call import RecordedCall
 from noisescope.sites import Site
@@ -47,7 +47,7 @@ class FormatSlopes(GradientScreen):
         self.half = 0  # which the next batch belongs to
 
     def reads(self, unit: Unit, operator: str) -> bool:
-        return operator == "linear" and is_planned(unit)
+        return operator == "linear" and is_planned(unit) and unit.kind == MODULE  # experts get the rounded weight
 
     def read_gradient(self, call: RecordedCall, y: Tensor) -> None:
         site, module, x = call.site, call.callee, call.tensors[0].detach()

@@ -116,6 +116,9 @@ def _rounded(plan: Plan, tool: str, modules: Sequence[Module]) -> list[RoundedMo
             raise InvalidInput(
                 f"{tool} has no weight-only {name}: plan with --formats {','.join((UNTOUCHED, *offered))}"
             )
+        if module.kind.endswith("Experts"):
+            raise InvalidInput(f"{module.name} holds the experts of a block in one tensor, which {tool} takes by other "
+                               f"names: export llama.cpp or json")  # fmt: skip
         if module.kind == TRANSPOSED and tool not in TRANSPOSING:
             raise InvalidInput(
                 f"{tool} does not quantise {module.name}, which is a {TRANSPOSED}, not a torch.nn.Linear: export for "
@@ -232,7 +235,8 @@ def _tensor_types(plan: Plan, modules: Sequence[Module]) -> Iterator[str]:
     """`tensor=type` of each module, those at 16 bits included: llama-quantize rounds what is not named."""
     for module in modules:
         name, kind = plan.assignment[module.name], module.name.rpartition(".")[2]
-        if kind not in GGUF_NAMES:
+        tensors = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps") if module.kind.endswith("Experts") else ()
+        if kind not in GGUF_NAMES and not tensors:
             raise InvalidInput(f"llama.cpp's name of {module.name} is not known here: export json")
         if name not in (UNTOUCHED, *GGUF_TYPES):
             offered = ",".join(formats_of("llama.cpp") or ())
@@ -244,7 +248,8 @@ def _tensor_types(plan: Plan, modules: Sequence[Module]) -> Iterator[str]:
                 f"{module.name} has {module.inputs} inputs, not a multiple of the {block} that llama.cpp's "
                 f"{spelled.upper()} needs: plan without {name}, such as --formats bf16,int8,int4,int4_asymmetric"
             )
-        yield rf"blk\.{module.place}\.{GGUF_NAMES[kind]}\.weight={spelled}"
+        for tensor in tensors or (GGUF_NAMES[kind],):
+            yield rf"blk\.{module.place}\.{tensor}\.weight={spelled}"
 
 
 _WRITERS = {"llm-compressor": _recipe, "modelopt": _modelopt, "autoround": _autoround, "torchao": _torchao}

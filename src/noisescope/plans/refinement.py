@@ -104,8 +104,9 @@ class Refinement:
         own = np.array([[m.choices[f].predicted_kl for f in names] for m in self.modules])
         now = np.array([names.index(plan.assignment[module.name]) for module in self.modules])
         current = own[np.arange(len(now)), now][:, None]
-        halves = np.array([at.facts["slopes"].get(m.name, np.zeros((2, len(names)))) for m in self.modules])
         expected = scale * np.where(own < current, 2 * (own - current), 0.0)  # of errors that are independent
+        slopes = at.facts["slopes"]  # fused experts have none
+        halves = np.array([slopes.get(m.name, (e / 2, e / 2)) for m, e in zip(self.modules, expected, strict=True)])
         beyond = halves.sum(1) - expected
         if self.shrink:
             beyond *= reliability(halves[:, 0] - expected / 2, halves[:, 1] - expected / 2)

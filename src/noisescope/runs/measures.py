@@ -14,10 +14,15 @@ from noisescope.data import generation
 from noisescope.data.answers import answers_match
 from noisescope.errors import InvalidInput
 from noisescope.measures.fisher import GradientScreen, Screen
-from noisescope.measures.format_costs import FormatScreen, count_block_parameters, effective_bits, weight_format
+from noisescope.measures.format_costs import (
+    FormatScreen,
+    count_block_parameters,
+    effective_bits,
+    planned_weights,
+    weight_format,
+)
 from noisescope.measures.format_screen import QuestionScreen
 from noisescope.measures.format_slopes import FormatSlopes
-from noisescope.model.anatomy import linear_weight
 from noisescope.probe.capture import Capture
 from noisescope.probe.inject import Probe, inject
 from noisescope.probe.watch import selected_by
@@ -170,11 +175,11 @@ def formats(runner: TrialRunner, trial: Trial) -> Result:
         "block_parameters": count_block_parameters(runner.model, runner.anatomy),
     }
     for site in sites:
-        outputs, inputs = linear_weight(modules[site.module]).shape
+        inputs = scope.inputs[site]
         about = {
             "module": site.module,
             "place": site.place,
-            "parameters": outputs * inputs,
+            "parameters": sum(weight.numel() for weight in planned_weights(modules[site.module])),
             "inputs": inputs,
             "kind": type(modules[site.module]).__name__,
             "effective_bits": {name: effective_bits(name, inputs) for name in names},
