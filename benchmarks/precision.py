@@ -1,308 +1,240 @@
-"""Precision plans and SmoothQuant on SmolLM2-135M, carried out by fake quantisation and measured.
+"""Precision plans beside fair rivals, on weights that never were in 4 bits; every difference paired by sequence.
 
-    python benchmarks/precision.py --model SMOLLM2 --calibration GSM8K_TRAIN.jsonl --data GSM8K_TEST.jsonl \\
-        --store STORE --json results/precision.json
+    python benchmarks/precision.py MODEL --device cuda --data GSM8K_TRAIN.jsonl -o results/precision.json
 
-Formats are scored on training text, plans measured on test text. Everything measured is kept in --store, so that a run
-that was stopped goes on where it was. With nvidia-modelopt installed its `auto_quantize` plan (gradient method) is
-measured beside ours: the same text, the same two formats, the same average bits over the blocks' linears, the same fake
-quantisation. lm_head keeps 16 bits on all sides; ModelOpt counts it, so its target is converted.
+All methods see the same calibration samples and choose from the same formats; scores go to the same solver
+(precision_rivals.py has the rivals). Rules and random plans take the 4-bit format that costs least where all linears
+have it. Bits are nominal, over the linears of the blocks; lm_head keeps 16. Plans are measured by fake quantisation on
+sequences that nothing was chosen on. "Best of random" is the one with the lowest KL on the calibration samples.
 
-This SmolLM2 was de-quantised from 4 bits (groups of 32), which makes 4-bit figures kinder than those of a model that
-never was in 4 bits. Not timed: loading, tokenising.
+Models that are around as 4-bit files round to 4 bits for free. So each weight is dithered first: uniform noise of one
+step, the step being a 15th of the range of its group of 32 (that of a 4-bit file), which is what rounding to 4 bits
+took away. The dithered model is the reference of all KLs. `--no-dither` leaves that out.
+
+The difference of two plans is the mean over sequences of (KL of the rival - KL of the plan), with a 95 % interval. "The
+best rival" is picked by the sequences it is measured on, which favours the rival.
 """
 
 from __future__ import annotations
 
 import argparse
-import platform
-import statistics
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
-from precision_modelopt import merged, modelopt_assignment, spread
+from precision_rivals import filled, first_and_last, gradient_scores, llama_cpp, with_scores
 from screen_setup import frame_of, read_material, save
 
 import noisescope as ns
 from noisescope import stats
 from noisescope.diagnosis.context import StudyContext
-from noisescope.diagnosis.effects import task_loss
 from noisescope.diagnosis.section_types import FormatScore
-from noisescope.measures.format_costs import plan_injection
-from noisescope.measures.smoothquant import rounded_kl, smooth
+from noisescope.measures.format_costs import is_planned, plan_injection
+from noisescope.model.anatomy import linear_weight
 from noisescope.model.loading import Subject
-from noisescope.plans.precision import (
-    Budget,
-    Module,
-    Plan,
-    optimal_plan,
-    plan_of,
-    random_plans,
-    rule_plan,
-    uniform_plan,
-)
+from noisescope.plans.precision import Budget, Module, Plan, optimal_plan, random_plans, uniform_plan
 from noisescope.plans.precision_results import Verification
-from noisescope.runs.batches import Material
+from noisescope.plans.refinement import Refinement
 from noisescope.runs.store import Store
 from noisescope.runs.trial_runner import LocalExecutor, NoProgress, TrialRunner, run_waves
 from noisescope.trials import Slice, Trial
 
-FORMATS = ("int3", "int4", "int8")
-# these weights were rounded to bfloat16 before they were widened to float32
-SIXTEEN = {"bf16": FormatScore(16, 16, 0.0, None)}
-LENGTH = 128
-WINDOW = 3
+FORMATS = ("int4", "int4_asymmetric", "int4_clipped", "int8")
+FOUR_BITS = FORMATS[:3]
+VARIANTS: dict[str, dict[str, Any]] = {
+    "refined": {"shrink": True, "errors": 1.0},
+    "refined, any gain": {"shrink": True, "errors": 0.0},
+    "refined, all slopes": {"shrink": False, "errors": 1.0},
+}
+OURS = ("screen", *VARIANTS)
 
 
-def scored_modules(runner: TrialRunner, material: Material, store: Store) -> tuple[list[Module], float]:
-    """Format scores as a diagnosis makes them, and their processor time."""
-    settings = {"formats": FORMATS, "draws": 1, "seed": 0}
-    conditions = frame_of(runner.subject, material, 1).conditions
-    trial = Trial(conditions, "formats", Slice(material.fingerprint, 0, len(material)), None, settings)
-    run_waves(lambda results: [trial], store, LocalExecutor(runner), NoProgress())
-    found = store[trial.id]
-    if found.failed:
-        raise SystemExit(f"scoring failed: {found.error}")
-    mean = found.arrays["predicted"].mean(2)
-    modules = []
-    for i, about in enumerate(found.facts["modules"]):
-        choices = {
-            name: FormatScore(bits, about["effective_bits"][name], float(mean[i, j]), None)
-            for j, (name, bits) in enumerate(found.facts["formats"])
-        }
-        modules.append(Module(about["module"], about["place"], about["parameters"], choices))
-    return modules, store.seconds[trial.id]
+class Bench:
+    """A model with its trials: what is asked twice is measured once."""
 
+    def __init__(self, runner: TrialRunner, store: Store, calibration: StudyContext, test: StudyContext) -> None:
+        self.runner, self.store, self.calibration, self.test = runner, store, calibration, test
 
-def offering(modules: Sequence[Module], names: Sequence[str]) -> list[Module]:
-    """The same modules with other formats to choose from."""
-    return [
-        Module(m.name, m.place, m.parameters, {f: c for f, c in {**SIXTEEN, **m.choices}.items() if f in names})
-        for m in modules
-    ]
-
-
-def layer_losses(runner: TrialRunner, context: StudyContext, store: Store) -> dict[int, float]:
-    """What 5 % noise in windows of three layers, side by side, costs of the next-token accuracy."""
-    starts = range(0, context.blocks, WINDOW)
-    windows = {start: context.injection(layers=frozenset(range(start, start + WINDOW))) for start in starts}
-    asked = [None, *windows.values()]
-    run_waves(
-        lambda results: [t for one in asked for t in context.ask(one, seeds=(0,))],
-        store,
-        LocalExecutor(runner),
-        NoProgress(),
-    )
-    clean = context.answer(store, None)
-    assert clean is not None
-    losses = {}
-    for start, injection in windows.items():
-        noisy = context.answer(store, injection, seeds=(0,))
-        assert noisy is not None
-        loss = task_loss(context, clean, noisy, 1.0).degradation
-        known = loss is not None and loss.value is not None
-        losses |= dict.fromkeys(range(start, start + WINDOW), loss.value if known else 0.0)
-    return losses
-
-
-def measured(
-    runner: TrialRunner, context: StudyContext, store: Store, plans: Mapping[str, Plan]
-) -> dict[str, dict[str, Any]]:
-    """Mean KL and next-token accuracy of each plan."""
-    question = Verification({name: plan_injection(plan.assignment) for name, plan in plans.items()})
-    run_waves(lambda results: question.propose(context, results), store, LocalExecutor(runner), NoProgress())
-    rows = question.conclude(context, store).plans
-    return {
-        name: {
-            "average_bits": plan.average_bits,
-            "effective_bits": plan.effective_bits,
-            "predicted_kl": plan.predicted_mean_kl,
-            "kl": rows[name].divergence.mean.value,
-            "accuracy": rows[name].score.value,
-        }
-        for name, plan in plans.items()
-    }
-
-
-def at_bits(
-    runner: TrialRunner,
-    context: StudyContext,
-    store: Store,
-    modules: list[Module],
-    losses: dict[int, float],
-    bits: float,
-    count: int,
-) -> dict[str, Any]:
-    """A plan of so many bits beside the rule, uniform plans and random ones.
-
-    Random plans of int4 and int8 alone are the harder rivals: the best plans hardly use int3.
-    """
-    plan = optimal_plan(modules, Budget(bits))
-    rivals = {"rule": rule_plan(offering(modules, (*FORMATS, "bf16")), losses, bits)}
-    rivals |= {f"uniform {name}": uniform_plan(modules, name) for name in ("int4", "int8")}
-    drawn = {
-        kind: random_plans(offering(modules, names), plan.average_bits, count, seed=0)
-        for kind, names in (("random", FORMATS), ("random int4, int8", ("int4", "int8")))
-    }
-    named = {f"{kind} {i}": one for kind, plans in drawn.items() for i, one in enumerate(plans)}
-    rows = measured(runner, context, store, {"plan": plan, **rivals, **named})
-    found = {"bits": bits, "counts": plan.counts(), **{name: rows[name] for name in ("plan", *rivals)}}
-    kl = rows["plan"]["kl"]
-    print(f"{bits:g} bits: KL {kl:.4f} at {plan.average_bits:.3f} bits; rule {rows['rule']['kl']:.4f} at "
-          f"{rows['rule']['average_bits']:.3f}; uniform int4 {rows['uniform int4']['kl']:.4f}")  # fmt: skip
-    for kind, plans in drawn.items():
-        predicted = [one.predicted_mean_kl for one in plans]
-        truth = [rows[f"{kind} {i}"]["kl"] for i in range(count)]
-        middle = statistics.median(truth)
-        found[kind] = {"n": count, "median_kl": middle, "lowest_kl": min(truth), "plan_over_median": kl / middle,
-                       "spearman": ranks(predicted, truth), "predicted_kl": predicted, "kl": truth}  # fmt: skip
-        print(
-            f"  {kind}: median {middle:.4f}, the plan's is {kl / middle:.3f} of it; {found[kind]['spearman']}",
-            flush=True,
+    def settle(self, question: Any, frame: StudyContext) -> Any:
+        run_waves(
+            lambda results: question.propose(frame, results), self.store, LocalExecutor(self.runner), NoProgress()
         )
-    return found
+        return question.conclude(frame, self.store)
+
+    def kl(self, plans: Mapping[str, Mapping[str, str]], frame: StudyContext) -> dict[str, np.ndarray]:
+        """KL of each sequence under each assignment."""
+        question = Verification({name: plan_injection(chosen) for name, chosen in plans.items()})
+        return {name: found.kl for name, found in self.settle(question, frame).plans.items()}
+
+    def scored(self) -> list[Module]:
+        """Format scores as a diagnosis makes them."""
+        part = self.calibration.test[0]
+        trial = Trial(self.calibration.conditions, "formats", part, None, {"formats": FORMATS, "draws": 1, "seed": 0})
+        run_waves(lambda results: [trial], self.store, LocalExecutor(self.runner), NoProgress())
+        found = self.store[trial.id]
+        if found.failed:
+            raise SystemExit(f"scoring failed: {found.error}")
+        mean = found.arrays["predicted"].mean(2)
+        modules = []
+        for row, about in zip(mean, found.facts["modules"], strict=True):
+            named = zip(found.facts["formats"], row, strict=True)
+            choices = {n: FormatScore(bits, about["effective_bits"][n], float(kl), None) for (n, bits), kl in named}
+            modules.append(Module(about["module"], about["place"], about["parameters"], choices))
+        return modules
 
 
-def ranks(predicted: Sequence[float], truth: Sequence[float]) -> dict[str, Any]:
-    found = stats.correlation(predicted, truth, permutations=9)  # its p is not used
-    return {"value": found.value, "low": found.low, "high": found.high, "n": found.n}
+def dither(subject: Subject, seed: int = 0) -> None:
+    """Uniform noise of one 4-bit step on every planned weight."""
+    modules = dict(subject.model.named_modules())
+    for unit in filter(is_planned, subject.anatomy.units):
+        weight = linear_weight(modules[unit.module])
+        draw = torch.Generator().manual_seed(seed + hash_of(unit.module))
+        groups = weight.data.reshape(-1, 32)
+        step = (groups.amax(1, keepdim=True) - groups.amin(1, keepdim=True)) / 15
+        noise = torch.rand(groups.shape, generator=draw).sub_(0.5).to(groups.device, groups.dtype)
+        weight.data.copy_((groups + noise * step).reshape(weight.shape))
 
 
-def solving_time(modules: list[Module]) -> dict[str, Any]:
-    """300 modules x 5 formats, made of the measured ones."""
-    many = [
-        Module(f"{m.name} {i}", m.place, m.parameters,
-               {**m.choices, "a": FormatScore(5, 5, m.choices["int4"].predicted_kl / 4, None),
-                "b": FormatScore(6, 6, m.choices["int4"].predicted_kl / 16, None)})
-        for i, m in enumerate((modules * 2)[:300])
-    ]  # fmt: skip
-    started = time.perf_counter()
-    plan = optimal_plan(many, Budget(4.7))
-    return {"modules": len(many), "formats": 5, "seconds": time.perf_counter() - started, "note": plan.note}
+def hash_of(name: str) -> int:
+    return int.from_bytes(name.encode(), "little") % (2**31)
 
 
-def beside_modelopt(
-    runner: TrialRunner,
-    context: StudyContext,
-    store: Store,
-    modules: list[Module],
-    folder: str,
-    tokens: torch.Tensor,
-    bits: float,
-) -> dict[str, Any]:
-    """ModelOpt's plan, and ours of the same bits: linear by linear, and with ModelOpt's groups kept together."""
-    mine = offering(modules, ("bf16", "int8", "int4"))
-    started = time.process_time()
-    chosen, version = modelopt_assignment(folder, tokens, bits, sum(m.parameters for m in modules))
-    seconds = time.process_time() - started
-    theirs = plan_of(mine, chosen, "ModelOpt")
-    budget = Budget(theirs.average_bits)
-    together = optimal_plan(merged(mine), budget)
-    plans = {
-        "ModelOpt": theirs,
-        "plan": optimal_plan(mine, budget),
-        "plan by the same groups": plan_of(mine, spread(together.assignment, mine), "groups"),
-    }
-    rows = measured(runner, context, store, plans)
-    for name, row in rows.items():
-        print(f"beside ModelOpt, {name}: KL {row['kl']:.4f} at {row['average_bits']:.3f} bits", flush=True)
-    return {"version": version, "asked_bits": bits, "seconds": seconds, "counts": theirs.counts(), **rows}
+def plans_at(bench: Bench, modules: list[Module], rivals: dict[str, list[Module]], bits: float, low: str,
+             options: argparse.Namespace) -> tuple[dict[str, Plan], dict[str, Any]]:  # fmt: skip
+    """Plans of so many bits by name, and how ours were refined."""
+    budget = Budget(bits)
+    screen = optimal_plan(modules, budget)
+    found = {"screen": screen}
+    facts: dict[str, Any] = {}
+    for name, chosen in VARIANTS.items():
+        started = time.perf_counter()
+        samples = bench.calibration.test[0]
+        question = Refinement(modules, budget, screen, options.rounds, samples, plan_injection, **chosen)
+        refined = bench.settle(question, bench.calibration)
+        found[name] = refined.plan
+        facts[name] = {"calibration_kl": refined.measured, "seconds": time.perf_counter() - started}
+    for name, scored in rivals.items():
+        found[name] = replace(optimal_plan(scored, budget), method=name)
+    found["llama.cpp's rule"] = filled(modules, llama_cpp(modules), bits, low, "int8", "llama.cpp's rule")
+    found["first and last"] = filled(modules, first_and_last(modules), bits, low, "int8", "first and last")
+    two = [replace(m, choices={f: m.choices[f] for f in (low, "int8")}) for m in modules]
+    drawn = random_plans(two, bits, options.random, seed=0)
+    kl = bench.kl({str(i): plan.assignment for i, plan in enumerate(drawn)}, bench.calibration)
+    found[f"best of {len(drawn)} random"] = drawn[min(range(len(drawn)), key=lambda i: float(kl[str(i)].mean()))]
+    return found, facts
 
 
-def smoothquant(subject: Subject, calibration: torch.Tensor, test: torch.Tensor) -> dict[str, Any]:
-    """W8A8 before and after: the model as it is, and with outlier channels planted into what its norms give."""
-    batches, held_out = list(calibration.split(4)), list(test.split(4))
+def compared(kl: Mapping[str, np.ndarray], plans: Mapping[str, Plan]) -> dict[str, Any]:
+    """Each plan's KL, and how far rivals are above the refined plan; which rival is best."""
     rows = {}
-    for name in ("as it is", "planted"):
-        if name == "planted":
-            plant(subject.model)
-        before = np.mean(rounded_kl(subject.model, subject.model, held_out, anatomy=subject.anatomy))
-        smoothed = smooth(subject.model, batches, anatomy=subject.anatomy)
-        after = np.mean(rounded_kl(smoothed.model, subject.model, held_out))
-        done = sum(fold.alpha is not None for fold in smoothed.folds)
-        rows[name] = {"kl_before": float(before), "kl_after": float(after), "gain": float(before / after),
-                      "float_error": smoothed.float_error, "folds": len(smoothed.folds), "smoothed": done,
-                      "tokens": test.numel() - len(test)}  # fmt: skip
-        print(f"SmoothQuant, {name}: {rows[name]}", flush=True)
-    return rows
+    for name, values in kl.items():
+        beyond = stats.mean(values - kl["refined"], countable=False)
+        rows[name] = {
+            "bits": plans[name].average_bits,
+            "effective_bits": plans[name].effective_bits,
+            "formats": plans[name].counts(),
+            "kl": float(values.mean()),
+            "above_refined": {"value": beyond.value, "low": beyond.low, "high": beyond.high, "n": beyond.n},
+            "ratio": float(values.mean() / kl["refined"].mean()),
+            "by_sequence": [round(float(one), 6) for one in values],
+        }
+    best = min((name for name in rows if name not in OURS), key=lambda name: rows[name]["kl"])
+    return {"plans": rows, "best_rival": best}
 
 
-def plant(model: Any, factor: float = 60.0, channels: tuple[int, ...] = (7, 100, 333)) -> None:
-    """Outlier channels that change nothing in floating point: a norm's weight up, the columns that read it down."""
-    with torch.no_grad():
-        for block in model.model.layers:
-            attention, mlp = block.self_attn, block.mlp
-            for norm, linears in (
-                (block.input_layernorm, (attention.q_proj, attention.k_proj, attention.v_proj)),
-                (block.post_attention_layernorm, (mlp.gate_proj, mlp.up_proj)),
-            ):
-                norm.weight[list(channels)] *= factor
-                for linear in linears:
-                    linear.weight[:, list(channels)] /= factor
+def show(bits: float, found: Mapping[str, Any]) -> None:
+    print(f"\n{bits:g} bits; best rival: {found['best_rival']}")
+    for name, row in sorted(found["plans"].items(), key=lambda entry: entry[1]["kl"]):
+        beyond = row["above_refined"]
+        known = name != "refined" and beyond["low"] is not None
+        interval = f"{beyond['value']:+.5f} [{beyond['low']:+.5f}, {beyond['high']:+.5f}]" if known else ""
+        print(f"  {name:<20} {row['bits']:.3f} bits  KL {row['kl']:.5f}  x {row['ratio']:.3f}  {interval}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="folder of SmolLM2-135M")
-    parser.add_argument("--calibration", required=True, type=Path, help="GSM8K's training set as JSONL")
-    parser.add_argument("--data", required=True, type=Path, help="GSM8K's test set as JSONL")
-    parser.add_argument("--store", required=True, type=Path, help="folder for what is measured")
-    parser.add_argument("--scored", type=int, default=16, help="items to score formats on")
-    parser.add_argument("--items", type=int, default=8, help="items to measure plans on")
-    parser.add_argument("--bits", nargs="*", type=float, default=[5.0, 4.5, 6.0])
-    parser.add_argument("--random", type=int, default=32)
-    parser.add_argument("--parts", nargs="*", default=["plans", "modelopt", "smoothquant"])
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("model", help="folder of the model")
+    parser.add_argument("--data", required=True, type=Path, help="JSONL with question and answer")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--calibration", type=int, default=16, help="sequences to choose on")
+    parser.add_argument("--sequences", type=int, default=64, help="held-out sequences to measure on")
+    parser.add_argument("--length", type=int, default=128, help="tokens of a sequence")
+    parser.add_argument("--bits", nargs="*", type=float, default=[4.5, 5.0])
+    parser.add_argument("--random", type=int, default=50)
+    parser.add_argument("--rounds", type=int, default=24, help="of refinement")
+    parser.add_argument("--no-dither", dest="dithered", action="store_false")
+    parser.add_argument("--without", nargs="*", default=[], help="rivals to leave out, such as 'one at a time'")
+    parser.add_argument("-o", "--output", type=Path)
     options = parser.parse_args()
-    torch.set_num_threads(1)
+    torch.backends.cuda.matmul.allow_tf32 = True
     transformers.utils.logging.disable_progress_bar()
-    subject = ns.load(options.model, dtype="float32")
-    scored, test = (
-        read_material(subject.tokenizer, path, count, LENGTH)
-        for path, count in ((options.calibration, options.scored), (options.data, options.items))
-    )
+    started = time.perf_counter()
+    subject = ns.load(options.model, dtype="float32", device=options.device)
+    if options.dithered:
+        dither(subject)
+    count, held_out = options.calibration, options.sequences
+    material = read_material(subject.tokenizer, options.data, count + held_out, options.length)
+    whole = frame_of(subject, material, 1)
+    calibration = replace(whole, test=(Slice(material.fingerprint, 0, count),))
+    test = replace(whole, test=(Slice(material.fingerprint, count, count + held_out),))
     result: dict[str, Any] = {
-        "machine": f"{platform.machine()}, one thread, other work beside",
+        "model": Path(options.model).name,
+        "machine": torch.cuda.get_device_name() if options.device.startswith("cuda") else "CPU",
         "torch": torch.__version__,
-        "model": "SmolLM2-135M-Instruct, de-quantised from 4 bits, float32",
-        "data": {
-            "scored": f"GSM8K train, {options.scored} x {LENGTH}",
-            "measured": f"test, {options.items} x {LENGTH}",
-        },
-        "bits_count": "nominal, over the 210 linears of the blocks; lm_head excluded",
-        "plans": [],
+        "dithered": options.dithered,
+        "formats": FORMATS,
+        "calibration": f"{count} x {options.length} tokens",
+        "held_out": f"{held_out} x {options.length} tokens",
+        "seconds": {"loading": time.perf_counter() - started},
+        "at": {},
     }
-    context = frame_of(subject, test, 1)
-    with TrialRunner(subject, [scored, test]) as runner, Store(options.store) as store:
-        modules, result["scoring_seconds"] = scored_modules(runner, scored, store)
-        result["solving"] = solving_time(modules)
-        print(f"scored in {result['scoring_seconds']:.0f} s; {result['solving']}", flush=True)
-        tokens = torch.tensor([group[0].ids for group in scored.encoded.sequences])
-        if "plans" in options.parts:
-            losses = layer_losses(runner, context, store)
-            result["layer_losses"] = losses
-            for bits in options.bits:
-                row = at_bits(runner, context, store, modules, losses, bits, options.random)
-                result["plans"].append(row)
-                save(options.json, result)
-            rows = [row["random"] for row in result["plans"]]
-            result["spearman"] = ranks(
-                [p for row in rows for p in row["predicted_kl"]], [k for row in rows for k in row["kl"]]
-            )
-            print("predicted against measured, all random plans:", result["spearman"], flush=True)
-            save(options.json, result)
-        if "modelopt" in options.parts:
-            result["modelopt"] = beside_modelopt(runner, context, store, modules, options.model, tokens, 5.0)
-            save(options.json, result)
-    if "smoothquant" in options.parts:
-        held_out = torch.tensor([group[0].ids for group in test.encoded.sequences])
-        result["smoothquant"] = smoothquant(subject, tokens[:4], held_out[:4])
-        save(options.json, result)
+
+    def timed(name: str, since: float) -> None:
+        result["seconds"][name] = time.perf_counter() - since
+        print(f"{name}: {result['seconds'][name]:.1f} s", flush=True)
+
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        TrialRunner(subject, [material]) as runner,
+        Store(Path(folder)) as store,
+    ):
+        bench = Bench(runner, store, calibration, test)
+        since = time.perf_counter()
+        modules = bench.scored()
+        timed("screen", since)
+        names = [module.name for module in modules]
+        since = time.perf_counter()
+        tokens = [torch.tensor([group[0].ids], device=runner.device) for group in material.encoded.sequences[:count]]
+        scores = gradient_scores(subject.model, names, FORMATS, tokens)
+        timed("gradient scores", since)
+        since = time.perf_counter()
+        if "one at a time" not in options.without:
+            alone = bench.kl({f"{n} {f}": {n: f} for n in names for f in FORMATS}, calibration)
+            scores["one at a time"] = {n: {f: float(alone[f"{n} {f}"].mean()) for f in FORMATS} for n in names}
+            timed("one at a time", since)
+        rivals = {name: with_scores(modules, found) for name, found in scores.items()}
+        uniform = {name: uniform_plan(modules, name) for name in FORMATS}
+        kl = bench.kl({name: plan.assignment for name, plan in uniform.items()}, calibration)
+        low = min(FOUR_BITS, key=lambda name: float(kl[name].mean()))
+        result["uniform_calibration_kl"] = {name: float(values.mean()) for name, values in kl.items()}
+        print(f"uniform: {result['uniform_calibration_kl']}; rules use {low}", flush=True)
+        for bits in options.bits:
+            since = time.perf_counter()
+            plans, facts = plans_at(bench, modules, rivals, bits, low, options)
+            plans[f"uniform {low}"] = uniform[low]
+            kl = bench.kl({name: plan.assignment for name, plan in plans.items()}, test)
+            found = {**compared(kl, plans), "refinement": facts}
+            timed(f"{bits:g} bits", since)
+            result["at"][f"{bits:g}"] = found
+            show(bits, found)
+            save(options.output, result)
+    print(f"{time.perf_counter() - started:.0f} s in all")
 
 
 if __name__ == "__main__":

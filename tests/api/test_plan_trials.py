@@ -17,6 +17,8 @@ from noisescope.api.plans import plan_precision
 from noisescope.diagnosis.report import Diagnosis
 from noisescope.errors import InvalidInput
 from noisescope.jsonform import from_json, to_json
+from noisescope.measures.divergence import kl_divergence
+from noisescope.measures.format_costs import plan_injection
 from noisescope.model.loading import Subject
 from noisescope.plans.precision import modules_of
 from noisescope.plans.precision_exports import export_plan
@@ -82,16 +84,18 @@ def test_other_numbers_are_noted(subject, report):
 
 
 def test_what_is_not_planned_is_noted():
-    """Of a mixture of experts attention alone is planned: the share is in the result, a note has the counts."""
+    """A mixture whose experts have no scores: the share is in the result, a note has the counts."""
     subject = ns.load("tiny:mixtral")
     report = diagnosed(subject, "layer")
-    section = report.format_scores
+    rows = tuple(row for row in report.format_scores.modules if "experts" not in row.module)
+    section = replace(report.format_scores, modules=rows)
+    report = replace(report, format_scores=section)
     blocks = sum(p.numel() for n, p in subject.model.named_parameters() if ".layers." in n and p.dim() > 1)
     planned = sum(row.parameters for row in section.modules)
     assert section.block_parameters == blocks > 2 * planned
     found = verified(subject, report)
     assert found.planned_share == pytest.approx(planned / blocks)
-    (note,) = [note for note in found.notes if "experts stored in one tensor" in note]
+    (note,) = [note for note in found.notes if "stay at 16 bits" in note]
     assert f"covers {planned:,} of the {blocks:,} weights" in note
 
 
@@ -183,3 +187,65 @@ def test_a_plan_that_rounds_nothing(subject, report):
     assert found.typical_kl == 0.0 and (found.random.n, found.random.median_typical_kl) == (2, 0.0)
     (row,) = [row for row in found.rows if row.kind == "plan"]
     assert row.kl.typical.value == row.kl.mean.value == 0.0 and row.kl.typical.n == 4
+
+
+def test_a_plan_is_refined_on_the_samples_that_scored(subject, report):
+    """A plan from scores that were mixed up gets better within the same budget, and a note tells by how much."""
+    model = tiny_model("llama", num_hidden_layers=4)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.mul_(8 if "proj" in name else 1)  # errors that matter
+    large, tokens = ns.wrap(model), batches(16)
+    scored = ns.diagnose(large, tokens, samples=16, level="layer", effort="screen").diagnosis
+    rows = scored.format_scores.modules
+    mixed = tuple(replace(row, formats=other.formats) for row, other in zip(rows, reversed(rows), strict=True))
+    wrong = replace(scored, format_scores=replace(scored.format_scores, modules=mixed))
+    options = {"average_bits": 5, "formats": "int3,int4,int8", "data": tokens}
+    before = ns.plan.precision(wrong, **options)
+    after = ns.plan.precision(wrong, refine=6, subject=large, **options)
+    assert after.average_bits <= 5 and after.method == "optimal by module, refined"
+    ids = tokens[0]["input_ids"]
+    kl = []
+    for plan in (before, after):
+        with torch.no_grad():
+            clean = model(ids).logits[:, :-1].flatten(0, 1)
+            with ns.inject(model, plan_injection(plan.assignment)):
+                kl.append(float(kl_divergence(clean, model(ids).logits[:, :-1].flatten(0, 1)).mean()))
+    [note] = [note for note in after.notes if note.startswith("refined in ")]
+    assert kl[1] < 0.8 * kl[0] and f"mean KL {kl[0]:.3g} to {kl[1]:.3g} on 16 samples" in note
+    with pytest.raises(InvalidInput, match="refine needs the model"):
+        ns.plan.precision(report, refine=1, **options)
+    with pytest.raises(InvalidInput, match="granularity"):
+        ns.plan.precision(report, refine=1, granularity="layer", subject=subject, **options)
+
+
+def test_fused_experts_are_planned(tmp_path):
+    """From scores to a measured plan and llama.cpp's three tensors; tools that name experts one by one are refused."""
+    mixture = ns.load("tiny:mixtral")
+    scored = ns.diagnose(mixture, batches(8), samples=8, level="layer", effort="screen")
+    options = {"average_bits": 4.5, "formats": "int4,int8", "subject": mixture, "data": batches(8, seed=1)}
+    plan = ns.plan.precision(scored, verify=True, refine=2, random=0, samples=4, **options)
+    experts = "model.layers.1.mlp.experts"
+    assert plan.planned_share > 0.95 and experts in plan.assignment
+    [row] = [row for row in scored.diagnosis.format_scores.modules if row.module == experts]
+    assert (row.kind, row.parameters, row.inputs) == ("MixtralExperts", 4 * (128 * 32 + 32 * 64), 32)
+    file = tmp_path / "types.txt"
+    ns.plan.precision(scored, average_bits=4.5, formats="int4,int8", export="llama.cpp", output=file)
+    assert r"blk\.1\.ffn_gate_exps\.weight=q" in file.read_text()
+    with pytest.raises(InvalidInput, match="holds the experts of a block in one tensor"):
+        ns.plan.precision(scored, average_bits=4.5, formats="int4,int8", export="torchao", output=file)
+
+
+def test_a_screen_scores_formats():
+    """So a plan can be made of it."""
+    screened = ns.diagnose(ns.load("tiny:llama"), batches(4), samples=4, level="layer", effort="screen")
+    plan = ns.plan.precision(screened, average_bits=5)
+    assert plan.average_bits <= 5 and screened.diagnosis.format_scores.n == 4
+
+
+def test_a_plan_for_a_tool_has_formats_of_the_tool(report, tmp_path):
+    """Unless others were chosen."""
+    options = {"average_bits": 4.5, "output": tmp_path / "plan.json", "export": "torchao"}
+    assert set(ns.plan.precision(report, **options).assignment.values()).isdisjoint({"int4_clipped", "nvfp4", "mxfp4"})
+    with pytest.raises(InvalidInput, match="torchao has no weight-only int4_clipped"):
+        ns.plan.precision(report, formats="int4_clipped,bf16", **options)

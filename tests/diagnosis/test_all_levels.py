@@ -273,7 +273,7 @@ def test_the_screen_alone_has_no_bands() -> None:
     assert "--effort standard" in found.executive_summary.next_step
     assert found.findings[0].target.layers == (5,) and found.findings[0].evidence == "predicted"
     assert max(layers_of(found).layers, key=lambda row: row.nats).layer == 5
-    assert len(results) == 3 + 3 + 1  # clean, screen, capture
+    assert len(results) == 3 + 3 + 1 + 1  # clean, screen, capture, formats
 
 
 def test_standard_confirms_what_matters_and_full_injects_all() -> None:
@@ -518,14 +518,15 @@ def test_a_shallow_model_has_one_window() -> None:
 
 
 def test_format_scores_are_means_of_the_samples_with_their_error() -> None:
-    """Each module and format has its KL; a screen has none; a failure is reported and hides nothing else."""
+    """Each module and format has its KL, in a screen too; a failure is reported and hides nothing else."""
     found, _, _ = diagnosed(harmless)
     assert found.format_scores is not None
     (row,) = found.format_scores.modules
     assert row.inputs == 8
     assert row.formats["int4"] == FormatScore(4, 4.5, pytest.approx(2e-2), pytest.approx(1e-2))
     assert found.format_scores.uniform["int8"].predicted_kl == pytest.approx(2e-4)
-    assert diagnosed(harmless, effort="screen")[0].format_scores is None
+    assert diagnosed(harmless, effort="screen")[0].format_scores == found.format_scores
+    assert diagnosed(harmless, levels=("operator",))[0].format_scores is None
     broken, _, _ = diagnosed(harmless, spoil=lambda trial: Result(error="no") if trial.measure == "formats" else None)
     assert broken.format_scores is not None and broken.format_scores.error == "no"
     assert broken.operator_analysis == found.operator_analysis

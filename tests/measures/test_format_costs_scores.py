@@ -114,8 +114,9 @@ def test_nothing_to_score_is_an_error() -> None:
 def test_bits_with_and_without_scales() -> None:
     """Groups of 64 add 16 / 64, output channels 16 / inputs, MXFP4 and NVFP4 their 8-bit scales."""
     wanted = {"bf16": 16, "int8": 8.25, "fp8_e4m3": 8.125, "int4": 4.25, "nvfp4": 4.5, "mxfp4": 4.25, "int3": 3.25}
+    wanted |= {"int4_asymmetric": 4 + 20 / 64, "int4_clipped": 4 + 20 / 64}  # and a zero point
     assert {name: effective_bits(name, 128) for name in WEIGHT_FORMATS} == wanted
-    assert [WEIGHT_FORMATS[name].element_bits for name in wanted] == [16, 8, 8, 4, 4, 4, 3]
+    assert [WEIGHT_FORMATS[name].element_bits for name in wanted] == [16, 8, 8, 4, 4, 4, 3, 4, 4]
     with pytest.raises(InvalidInput, match="'int5'"):
         weight_format("int5")
 
@@ -138,3 +139,19 @@ def test_weights_are_out_by_in() -> None:
     modules = dict(tiny_model("gpt2").named_modules())
     weight = linear_weight(modules["transformer.h.0.mlp.c_fc"])
     assert weight.shape == (64, 32) and weight.data_ptr() == modules["transformer.h.0.mlp.c_fc"].weight.data_ptr()
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+def test_fused_experts_are_scored_as_their_products(implementation: str) -> None:
+    """Predicted KL of a block's experts at int3, against the KL with their weights rounded."""
+    model = tiny_model("mixtral")
+    model.config._experts_implementation = implementation
+    name = "model.layers.1.mlp.experts"
+    predicted = float(screened(model, ("int3",), draws=64)[name])
+    clean = model(TOKENS).logits.flatten(0, 1)
+    experts = dict(model.named_modules())[name]
+    with torch.no_grad():
+        for weight in (experts.gate_up_proj, experts.down_proj):
+            weight.copy_(quantise(weight, weight_format("int3"), weight=True))
+        measured = float(kl_divergence(clean, model(TOKENS).logits.flatten(0, 1)).mean())
+    assert predicted == pytest.approx(measured, rel=0.5)

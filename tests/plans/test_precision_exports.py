@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,10 @@ import noisescope as ns
 from noisescope.errors import InvalidInput
 from noisescope.measures.format_costs import plan_injection
 from noisescope.plans.precision import Module, Plan
-from noisescope.plans.precision_exports import TOOLS, Export, export_plan
+from noisescope.plans.precision_exports import GGUF_BLOCKS, GGUF_TYPES, TOOLS, Export, export_plan
 from noisescope.testing import tiny_inputs, tiny_model
 
-FORMATS = ("int4", "int8", "int3", "fp8_e4m3", "bf16")
+FORMATS = ("int4", "int8", "int3", "fp8_e4m3", "bf16", "int4_asymmetric")
 TOKENS = tiny_inputs("llama")["input_ids"]
 
 
@@ -58,7 +59,7 @@ def our_error(wanted: Plan) -> float:
 
 def test_every_module_is_named_once() -> None:
     """Each tool is told of every module that is rounded, in the format of the plan; of the others that they are not."""
-    wanted = plan(*FORMATS)
+    wanted = plan(*FORMATS[:-1])  # ModelOpt has no zero points
     rounded = {name for name, fmt in wanted.assignment.items() if fmt != "bf16"}
     recipe = yaml.safe_load(text(wanted, "llm-compressor"))["quant_stage"]["quant_modifiers"]
     groups = recipe["QuantizationModifier"]["config_groups"]
@@ -83,9 +84,41 @@ def test_what_a_tool_lacks_is_told() -> None:
     """A format without a counterpart, and a tool that is not known."""
     with pytest.raises(InvalidInput, match="torchao has no weight-only nvfp4: plan with --formats bf16,int8"):
         text(plan("nvfp4"), "torchao")
+    with pytest.raises(InvalidInput, match="torchao has no weight-only int4_clipped"):
+        text(plan("int4_clipped"), "torchao")
     with pytest.raises(InvalidInput, match="'gguf'"):
         text(plan("int4"), "gguf")
     assert all(text(plan("int4", "bf16"), tool) for tool in TOOLS)
+
+
+def test_llama_cpp_gets_a_type_for_every_tensor() -> None:
+    """Expressions that match one tensor each, by the names and types of llama.cpp's own package."""
+    gguf = pytest.importorskip("gguf")
+    formats = ("int8", "int4", "int4_asymmetric", "bf16")
+    wanted = plan(*formats)
+    modules = [Module(n, int(n.split(".")[2]), 1, {}, m.in_features) for n, m in linears().items()]
+    lines = export_plan(wanted, "llama.cpp", modules).text.splitlines()
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2)
+    tensors = {f"{names.get_name(module)}.weight": fmt for module, fmt in wanted.assignment.items()}
+    expected = {"int8": "Q8_0", "int4": "Q4_0", "int4_asymmetric": "Q4_1", "bf16": "BF16"}
+    found = {}
+    for line in lines:
+        expression, _, kind = line.partition("=")
+        [tensor] = [name for name in tensors if re.search(expression, name)]
+        found[tensor] = gguf.GGMLQuantizationType[kind.upper()].name
+    assert found == {tensor: expected[fmt] for tensor, fmt in tensors.items()}
+    blocks = {gguf.GGMLQuantizationType[kind.upper()]: GGUF_BLOCKS.get(kind, 32) for kind in GGUF_TYPES.values()}
+    assert blocks == {kind: gguf.GGML_QUANT_SIZES[kind][0] for kind in blocks}
+
+
+def test_llama_cpp_refuses_what_it_would_change() -> None:
+    """Super-blocks that do not fit, formats and modules without a name of its own."""
+    with pytest.raises(InvalidInput, match=r"q_proj has 64 inputs, not a multiple of the 256 that llama.cpp's Q4_K"):
+        exported(plan("int4_clipped"), "llama.cpp")
+    with pytest.raises(InvalidInput, match=r"llama.cpp has no tensor type for fp8_e4m3: plan with --formats bf16,int8"):
+        exported(plan("fp8_e4m3"), "llama.cpp")
+    with pytest.raises(InvalidInput, match=r"llama.cpp's name of a.wq is not known"):
+        export_plan(Plan("", {"a.wq": "int4"}, 0, 0, 0, 0), "llama.cpp", [Module("a.wq", 0, 64, {}, 64)])
 
 
 @pytest.mark.parametrize("tool", ["llm-compressor", "modelopt", "autoround", "torchao"])
@@ -164,14 +197,14 @@ def test_llm_compressor_carries_a_plan_out(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         compressor = pytest.importorskip("llmcompressor")
-        wanted = plan(*FORMATS)
+        wanted = plan(*FORMATS, "int4_clipped")
         model().save_pretrained(tmp_path / "model")
         here = type(model()).from_pretrained(tmp_path / "model")
         (tmp_path / "recipe.yaml").write_text(text(wanted, "llm-compressor"))
         compressor.oneshot(model=here, recipe=str(tmp_path / "recipe.yaml"))
         got = {n: m.quantization_scheme.weights for n, m in here.named_modules() if hasattr(m, "quantization_scheme")}
         moved = error(here(TOKENS).logits)
-    bits = {"int3": 3, "int4": 4, "int8": 8, "fp8_e4m3": 8}
+    bits = {"int3": 3, "int4": 4, "int4_asymmetric": 4, "int4_clipped": 4, "int8": 8, "fp8_e4m3": 8}
     assert {name: (args.num_bits, args.type) for name, args in got.items()} == {
         name: (bits[fmt], "float" if fmt == "fp8_e4m3" else "int")
         for name, fmt in wanted.assignment.items()

@@ -44,9 +44,9 @@ ReportSource: TypeAlias = Report | Diagnosis | Mapping[str, Any] | str | Path
 def precision(report: ReportSource, options: PrecisionOptions, *, subject: Model = None) -> PrecisionPlan:
     """A number format for each linear of the blocks, at the least predicted KL that the budget allows.
 
-    `report` is the report of a diagnosis with the layer level, or the path of one. With `verify` the plan is carried
-    out on `subject` and measured beside uniform, rule-based and random plans. `subject` may be a function that loads
-    the model: it is called once the plan is made.
+    `report` is the report of a diagnosis with the layer level, or the path of one. With `refine` the plan is improved
+    on `subject`, round by round. With `verify` it is carried out there and measured beside uniform, rule-based and
+    random plans. `subject` may be a function that loads the model: it is called once the plan is made.
 
     >>> plan = ns.plan.precision(report, average_bits=5, formats="int4,int8")
     >>> plan.average_bits <= 5, set(plan.assignment.values()) <= {"int4", "int8"}
@@ -55,7 +55,13 @@ def precision(report: ReportSource, options: PrecisionOptions, *, subject: Model
     (False, None)
     """
     found = as_report(report)
-    plan = plans.plan_precision(found, options=options)
+    options = plans.with_formats_of_tool(found, options)
+    plan, notes = plans.plan_precision(found, options=options), ()
+    if options.refine:
+        from noisescope.api.plan_trials import refine_precision
+
+        subject = _model(subject, "refine")
+        plan, notes = refine_precision(subject, found, plan, options=options)
     result = plans.predict_precision(found, plan, formats=options.formats)
     # a tool that can't take the plan is refused before the work of verifying it
     export = None if options.export is None else plans.export_precision(found, plan, options)
@@ -63,6 +69,7 @@ def precision(report: ReportSource, options: PrecisionOptions, *, subject: Model
         from noisescope.api.plan_trials import verify_precision
 
         result = verify_precision(_model(subject, "verify"), found, plan, options=options)
+    result = replace(result, notes=(*notes, *result.notes))
     if options.output is not None and export is not None:
         write_text(options.output, export.text)
         result = replace(result, notes=(*result.notes, *export.notes))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from noisescope import demo
-from noisescope.api.plans import plan_precision, predict_precision
+from noisescope.api.plans import budget_of, plan_precision, predict_precision
 from noisescope.api.preparation import encode_data, prepare_run
 from noisescope.data.dataset import DataSet, built_in, read_data
 from noisescope.diagnosis.context import Settings
@@ -21,20 +21,20 @@ from noisescope.diagnosis.report import Diagnosis
 from noisescope.errors import InvalidInput
 from noisescope.findings.finding import counted
 from noisescope.injection import Injection
-from noisescope.measures.format_costs import UNTOUCHED, is_planned, plan_injection
+from noisescope.measures.format_costs import UNTOUCHED, is_planned, plan_injection, planned_weights
 from noisescope.measures.smoothquant import W8A8, Smoothed, find_folds, rounded_kl, smooth
-from noisescope.model.anatomy import linear_weight
 from noisescope.model.fingerprint import model_fingerprint
 from noisescope.model.forwards import input_device
 from noisescope.model.loading import Subject
 from noisescope.options.base import takes_options
-from noisescope.options.plans import KvCacheOptions, SmoothquantOptions, VerifyOptions
+from noisescope.options.plans import KvCacheOptions, PrecisionOptions, SmoothquantOptions, VerifyOptions
 from noisescope.options.shared import DataFile, ExecutionOptions, ScoringOptions
 from noisescope.plans import precision, precision_results
 from noisescope.plans.gate import refuse_architecture
 from noisescope.plans.kv_cache import CarriedOut, KvCachePlan, rivals
 from noisescope.plans.precision import Module, Plan, modules_of
 from noisescope.plans.precision_results import NamedPlan, PlanData, PlanRow, PlanScores, PrecisionPlan, Verification
+from noisescope.plans.refinement import Refinement
 from noisescope.plans.smoothing import BeforeAndAfter, FoldRow, recommendations
 from noisescope.plans.smoothing import SmoothingPlan as SmoothingPlan
 from noisescope.probe.formats import Format
@@ -79,6 +79,25 @@ def verify_precision(subject: Subject, report: Report | Diagnosis, plan: Plan, o
     ]
     data = PlanData(run.data.samples, run.data.scored_tokens, run.data.fingerprint)
     return precision_results.measured_plan(planned, rows, data, notes=[note for note in notes if note])
+
+
+@takes_options(PrecisionOptions, "data")
+def refine_precision(
+    subject: Subject, report: Report | Diagnosis, plan: Plan, options: PrecisionOptions
+) -> tuple[Plan, tuple[str, ...]]:
+    """The plan improved at its own operating point, on the samples that formats were scored on; what that gained."""
+    found = diagnosis_of(report)
+    check_sizes(found, subject)
+    modules, count = modules_of(found, options.formats), precision.scores_of(found).n
+    given = options.source(find_data(found) if options.data is None else None)
+    scoring = ScoringOptions(data=given, samples=count, max_tokens=options.max_tokens, slice=count)
+    prepared = prepare_run(subject, scoring, Settings(Gaussian(0.05), levels=("layer",), seeds=(0,)))
+    samples = prepared.context.test[0]
+    question = Refinement(modules, budget_of(options), plan, options.refine, samples, plan_injection)
+    _, refined = prepared.run(question, ExecutionOptions())
+    rounds = counted(len(refined.measured) - 1, "round")
+    gain = f"mean KL {refined.measured[0]:.3g} to {refined.kl:.3g} on {counted(count, 'sample')}"
+    return refined.plan, (f"refined in {rounds}: {gain}, the same as those that formats were scored on",)
 
 
 def add_precision_plan(
@@ -240,15 +259,13 @@ def check_sizes(report: Report | Diagnosis, subject: Subject) -> None:
     found = diagnosis_of(report)
     check_model(found, subject)
     modules = dict(subject.model.named_modules())
-    shapes = {
-        unit.module: linear_weight(modules[unit.module]).shape for unit in subject.anatomy.units if is_planned(unit)
-    }
+    planned = {u.module: planned_weights(modules[u.module]) for u in subject.anatomy.units if is_planned(u)}
     for scored in found.format_scores.modules if found.format_scores is not None else ():
-        outputs, inputs = shapes.get(scored.module, (0, 0))
-        _refuse_size(subject, f"weights in {scored.module}", scored.parameters, outputs * inputs)
+        count = sum(weight.numel() for weight in planned.get(scored.module, ()))
+        _refuse_size(subject, f"weights in {scored.module}", scored.parameters, count)
     for name, row in found.channel_analysis.per_layer.items() if found.channel_analysis is not None else ():
-        if name in shapes:
-            _refuse_size(subject, f"output channels in {name}", row.total_channels, shapes[name][0])
+        if name in planned and planned[name][0].dim() == 2:
+            _refuse_size(subject, f"output channels in {name}", row.total_channels, planned[name][0].shape[0])
 
 
 def _refuse_size(subject: Subject, what: str, reported: int, found: int) -> None:

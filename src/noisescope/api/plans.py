@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from noisescope.plans.kv_cache import export_vllm
 from noisescope.plans.kv_cache import vllm_command as vllm_command
 from noisescope.plans.migration import MigrationSteps as MigrationSteps
 from noisescope.plans.precision import Budget, Plan, modules_of, optimal_plan
-from noisescope.plans.precision_exports import Export, export_plan
+from noisescope.plans.precision_exports import Export, export_plan, formats_of
 from noisescope.plans.precision_results import PrecisionPlan as PrecisionPlan
 from noisescope.plans.precision_results import coverage_notes, planned_share, predicted_plan, prediction_of
 from noisescope.reports.report_file import Report, diagnosis_of
@@ -33,9 +34,7 @@ LATENCIES = FileKind(
 @takes_options(BudgetOptions)
 def plan_precision(report: Report | Diagnosis, options: BudgetOptions) -> Plan:
     """A number format for each linear of the blocks, at the least predicted KL that the budget allows."""
-    budget = Budget(
-        options.average_bits, options.max_megabytes, options.max_milliseconds, _table(options.latency_table)
-    )
+    budget = budget_of(options)
     modules = modules_of(diagnosis_of(report), options.formats)
     bits = {name: choice.bits for name, choice in modules[0].choices.items()}
     low, high = min(bits, key=bits.__getitem__), max(bits, key=bits.__getitem__)
@@ -47,11 +46,25 @@ def plan_precision(report: Report | Diagnosis, options: BudgetOptions) -> Plan:
     return optimal_plan(modules, budget, granularity=options.granularity)
 
 
+def budget_of(options: BudgetOptions) -> Budget:
+    table = _table(options.latency_table)
+    return Budget(options.average_bits, options.max_megabytes, options.max_milliseconds, table)
+
+
 def predict_precision(report: Report | Diagnosis, plan: Plan, *, formats: Iterable[str] | None = None) -> PrecisionPlan:
     """A plan with its prediction, not carried out."""
     found = diagnosis_of(report)
     prediction = prediction_of(found, modules_of(found, formats), plan)
     return predicted_plan(plan, prediction, planned_share=planned_share(found), notes=coverage_notes(found))
+
+
+def with_formats_of_tool(report: Report | Diagnosis, options: PrecisionOptions) -> PrecisionOptions:
+    """Where a plan is for a tool and no formats were chosen, those that the tool has."""
+    offered = None if options.export is None or options.formats is not None else formats_of(options.export)
+    if offered is None:
+        return options
+    scored = modules_of(diagnosis_of(report))[0].choices
+    return replace(options, formats=tuple(name for name in scored if name in offered))
 
 
 def export_precision(report: Report | Diagnosis, plan: Plan, options: PrecisionOptions) -> Export:

@@ -169,6 +169,8 @@ def _forwards(context: StudyContext, trial: Trial, anatomy: Anatomy, *, reuse: b
         return _HESSIAN * float(trial.settings["probes"])
     if trial.measure == "formats":  # one more product of every linear for each format
         return 1.0 + float(trial.settings["draws"]) * (1.0 + len(trial.settings["formats"]))
+    if trial.measure == "format_slopes":
+        return 4.0
     if trial.measure == "gradients":
         return 3.0
     if trial.injection is None or trial.measure != "score" or not reuse:

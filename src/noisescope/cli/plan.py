@@ -128,6 +128,7 @@ def plan_precision(options: PrecisionOptions) -> None:
     \b
     noisescope diagnose path/to/model --data eval.jsonl -o out
     noisescope plan precision out --average-bits 5 --verify
+    noisescope plan precision out --average-bits 4.5 --refine 8 --verify
     noisescope plan precision out --average-bits 4.5 --formats int3,int4,int8 --granularity layer
     noisescope plan precision out --max-megabytes 900 --export llm-compressor -o recipe.yaml
 

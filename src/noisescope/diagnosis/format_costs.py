@@ -14,14 +14,14 @@ from noisescope.trials import Results, Trial
 # As in measures/format_costs.py, which needs torch; a test keeps them in sync.
 UNTOUCHED = "bf16"
 GROUP = 64  # weights that share a scale, in integer formats
-FORMATS = (UNTOUCHED, "int8", "fp8_e4m3", "int4", "nvfp4", "mxfp4", "int3")
+FORMATS = (UNTOUCHED, "int8", "fp8_e4m3", "int4", "int4_asymmetric", "int4_clipped", "nvfp4", "mxfp4", "int3")
 SAMPLES = 16  # a second sample adds more than a second draw on the same one, at the same cost
 
 
 def propose(context: StudyContext) -> list[Trial]:
-    """No trial in a screen, without the layer level, or with the caller's own metric."""
+    """No trial without the layer level, or with the caller's own metric."""
     part, settings = context.curvature_slice, context.settings
-    if part is None or settings.effort == "screen" or "layer" not in settings.levels:
+    if part is None or "layer" not in settings.levels:
         return []
     part = dataclasses.replace(part, stop=min(SAMPLES, context.test[-1].stop))
     return [Trial(context.conditions, "formats", part, None, {"formats": FORMATS, "draws": 1, "seed": 0})]

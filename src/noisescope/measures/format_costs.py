@@ -1,10 +1,11 @@
 """The formats a weight may be stored in, a plan of them as an injection, and what each would cost each linear.
 
-Rounding is to nearest. Integers are symmetric, with one scale for each group of 64 weights along the input dimension;
+Rounding is to nearest. Integers have one scale for each group of 64 weights along the input dimension; they are
+symmetric, but int4 comes with a zero point, too, and with that and a clipped range (`int4_asymmetric`, `int4_clipped`).
 FP8 has one scale for each output channel; MXFP4 and NVFP4 have their own blocks (32 and 16). "bf16" stands for 16 bits.
 
 Two counts of bits: nominal (the number in the name, which budgets of average bits are of) and effective (with the share
-of the scales: 16 bits each, 8 in MXFP4 and NVFP4; a last group that is not full has its scale, too).
+of the scales: 16 bits each, 8 in MXFP4 and NVFP4, and 4 of a zero point; a last group that is not full has its own).
 
 Rounding W to Wq puts an error d_t = (Wq - W) x_t on the output at every token t. To second order the KL of the logits,
 summed over scored positions s, is
@@ -36,8 +37,9 @@ x (Wq - W)^T for each format, in a backward like the screen's.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -48,7 +50,7 @@ from torch import Tensor, nn
 from noisescope.errors import NothingInjected, unknown
 from noisescope.injection import Injection, Perturbation
 from noisescope.measures.fisher import GradientScreen
-from noisescope.model.anatomy import MODULE, Anatomy, Unit, linear_weight
+from noisescope.model.anatomy import EXPERTS, MODULE, Anatomy, Unit, linear_weight
 from noisescope.probe.formats import WEIGHT_GROUP, Format, quantise
 from noisescope.probe.recorded_call import RecordedCall
 from noisescope.sites import Site
@@ -62,6 +64,8 @@ WEIGHT_FORMATS: dict[str, Format] = {
     "int8": Format("int8", "group", GROUP),
     "fp8_e4m3": Format("fp8_e4m3", "channel"),
     "int4": Format("int4", "group", GROUP),
+    "int4_asymmetric": Format("int4", "group", GROUP, asymmetric=True),
+    "int4_clipped": Format("int4", "group", GROUP, asymmetric=True, clipped=True),
     "nvfp4": Format("nvfp4"),
     "mxfp4": Format("mxfp4"),
     "int3": Format("int3", "group", GROUP),
@@ -113,13 +117,23 @@ def plan_injection(assignment: Mapping[str, str]) -> Injection | None:
 
 
 def is_planned(unit: Unit) -> bool:
-    """A linear of a block whose weight is a matrix of plain numbers; lm_head, routers and fused experts are not."""
-    inside = unit.kind == MODULE and isinstance(unit.place, int) and unit.component != "router"
+    """A linear of a block whose weight is a matrix of plain numbers, or fused experts; lm_head and routers are not.
+
+    The experts of a block that are kept in tensors [experts, out, in] have one format.
+    """
+    inside = unit.kind in (MODULE, EXPERTS) and isinstance(unit.place, int) and unit.component != "router"
     return inside and "linear" in unit.operators and not unit.packed
 
 
+def planned_weights(module: nn.Module) -> list[Tensor]:
+    """The weight [out, in] of a linear, or the tensors of fused experts, [experts, out, in] or [experts, in, out]."""
+    if isinstance(getattr(module, "weight", None), Tensor):
+        return [linear_weight(module)]
+    return [weight.detach() for weight in module._parameters.values() if weight is not None and weight.dim() == 3]
+
+
 def count_block_parameters(model: nn.Module, anatomy: Anatomy) -> int:
-    """Weights of the blocks: of linears, and of what is not planned (fused experts, routers); packed ones are not."""
+    """Weights of the blocks: of linears and experts, and of routers, which are not planned; packed ones are not."""
     inside = tuple(f"{block}." for block in anatomy.blocks)
     weights = (weight for name, weight in model.named_parameters() if name.startswith(inside))
     matrices = (weight for weight in weights if weight.dim() > 1 and weight.is_floating_point())
@@ -129,6 +143,18 @@ def count_block_parameters(model: nn.Module, anatomy: Anatomy) -> int:
 def saturating_cost(squares: Tensor) -> Tensor:
     """sqrt(1 + a^2) - 1 of a^2, without its cancellation."""
     return squares / (1 + (1 + squares).sqrt())
+
+
+def _one_matrix(x: Tensor, weight: Tensor) -> Tensor:
+    """x weight^T; with [experts, out, in] x has as many matrices."""
+    return x @ weight.transpose(-1, -2)
+
+
+def _by_expert(x: Tensor, weight: Tensor, *, ends: Tensor) -> Tensor:
+    """The rows of x up to each end by the matrix of that expert; rows behind the last end belong to none."""
+    rows = [0, *ends.tolist()]
+    parts = [x[a:b] @ w.T for a, b, w in zip(rows, rows[1:], weight, strict=False)]
+    return torch.cat([*parts, x.new_zeros(len(x) - rows[-1], weight.shape[1])])
 
 
 class FormatScreen(GradientScreen):
@@ -145,26 +171,41 @@ class FormatScreen(GradientScreen):
         self.formats = dict(formats)
         self.recorded: list[tuple[Site, Tensor]] = []  # KL [B, formats] of each site in the backward that runs now
         self.sums: dict[Site, dict[int, Tensor]] = {}
+        self.inputs: dict[
+            Site, int
+        ] = {}  # weights of an output channel; of several matrices the greatest common divisor
+        self._modules = dict(self.model.named_modules())
 
     def reads(self, unit: Unit, operator: str) -> bool:
         return operator == "linear" and is_planned(unit)
 
     def read_gradient(self, call: RecordedCall, y: Tensor) -> None:
-        site, module, x = call.site, call.callee, call.tensors[0].detach()
+        weight, x, site = call.weight, call.tensors[0].detach(), call.unit.site("linear")
+        if weight is None:
+            return
+        multiply = _one_matrix
+        if call.unit.kind == EXPERTS:
+            own = {w.shape[-2:] for w in planned_weights(self._modules[site.module])}
+            if weight.shape[-2:] not in own | {shape[::-1] for shape in own}:  # a product of something else
+                return
+            ends = call.argument(2, "offs")
+            if weight.dim() == 3 and isinstance(ends, Tensor):
+                multiply = functools.partial(_by_expert, ends=ends)
+        self.inputs[site] = math.gcd(self.inputs.get(site, 0), weight.shape[-1])
 
         def add(gradient: Tensor) -> None:
-            self.recorded.append((site, self._predicted(linear_weight(module), x, gradient)))
+            self.recorded.append((site, self._predicted(weight, x, gradient, multiply)))
 
         y.register_hook(add)  # type: ignore[no-untyped-call]
 
-    def _predicted(self, weight: Tensor, x: Tensor, g: Tensor) -> Tensor:
+    def _predicted(self, weight: Tensor, x: Tensor, g: Tensor, multiply: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """Predicted KL of each sample and format [B, formats]; x [B, T, in] or [B * T, in], g likewise with out."""
         assert self.samples is not None
         batch = self.samples.numel()
         columns = []
         for fmt in self.formats.values():
             error = quantise(weight, fmt, weight=True).float() - weight.float()
-            squares = ((x.float() @ error.T) * g.float()).sum(-1).square().flatten()  # a_t^2
+            squares = (multiply(x.float(), error) * g.float()).sum(-1).square().flatten()  # a_t^2
             costs = saturating_cost(squares)
             if costs.numel() % batch:  # rows of an expert: whose they are is not known
                 columns.append(costs.sum().expand(batch) / batch)

@@ -72,6 +72,12 @@ class PrecisionOptions(
 ):
     command: ClassVar[str] = "plan precision"
 
+    refine: int = option(
+        0,
+        "Rounds of improving the plan on the model, on the samples that formats were scored on; each costs about four "
+        "forwards of them.",
+        least=0,
+    )
     verify: bool = option(False, "Carry the plan out on the model, and measure.")
     export: str | None = option(None, "Write the plan for another tool.", unit="TOOL", choices=TOOLS)
     output: Path | None = option(None, "With export: the file to write.", short="-o")
@@ -80,6 +86,8 @@ class PrecisionOptions(
         yield from super().problems(named)
         if (self.export is None) != (self.output is None):
             yield f"{named('export')} and {named('output')} belong together: the tool, and the file to write for it"
+        if self.refine and self.granularity != "module":
+            yield f"{named('refine')} changes single linears: it goes with {named('granularity')} module alone"
 
 
 @dataclass(frozen=True, kw_only=True)

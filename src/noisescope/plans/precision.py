@@ -26,6 +26,7 @@ from noisescope.options.fields import GRANULARITIES
 from noisescope.tables import Sheet, Table, Tabular
 
 Array = NDArray[np.float64]
+Limit = tuple[str, float, list[dict[str, float]]]  # name, limit, what each format of each module takes of it
 
 INTEGERS = ("int8", "int4", "int3")  # one family: the same rounding, each with fewer bits than the one before
 GAP = 1e-4  # the plan found is within this share of the best there is
@@ -83,9 +84,9 @@ class Budget:
             raise InvalidInput(f"the latency table has no {name!r} for {module.name}and no row '*'")
         return float(row[name]) * share
 
-    def limits(self, modules: Sequence[Module]) -> list[tuple[str, float, list[dict[str, float]]]]:
+    def limits(self, modules: Sequence[Module]) -> list[Limit]:
         """(name, limit, what each format of each module takes of it)."""
-        found: list[tuple[str, float, list[dict[str, float]]]] = []
+        found: list[Limit] = []
         weights = sum(module.parameters for module in modules)
         if self.average_bits is not None:
             share = [{f: c.bits * m.parameters / weights for f, c in m.choices.items()} for m in modules]
@@ -196,6 +197,11 @@ def uniform_plan(modules: Sequence[Module], name: str) -> Plan:
 
 def optimal_plan(modules: Sequence[Module], budget: Budget, *, granularity: str = "module") -> Plan:
     """The assignment of lowest predicted KL within the budget; with "layer", one format for all linears of a block."""
+    return solve(modules, budget.limits(modules), granularity=granularity)
+
+
+def solve(modules: Sequence[Module], limits: Sequence[Limit], *, granularity: str = "module") -> Plan:
+    """The assignment of lowest predicted KL within limits."""
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import csr_array
 
@@ -211,14 +217,14 @@ def optimal_plan(modules: Sequence[Module], budget: Budget, *, granularity: str 
     one_each = csr_array((np.ones(count * width), (np.repeat(np.arange(count), width), np.arange(count * width))))
     constraints = [LinearConstraint(one_each, 1, 1)]
     shares = []  # of each limit: what every group takes of it with every format [groups, formats]
-    for what, limit, taken in budget.limits(modules):
+    for what, limit, taken in limits:
         table = np.array([[sum(taken[i][f] for i in g) for f in formats] for g in groups])
         least = float(table.min(1).sum())
         if least > limit * (1 + 1e-9):
             raise InvalidInput(f"{what} = {limit:g} can't be reached: the smallest formats need {least:.4g}")
         shares.append(table / limit)
         constraints.append(LinearConstraint(csr_array(shares[-1].reshape(1, -1)), -np.inf, 1))
-    scaled = costs / costs.mean() if costs.any() else costs  # of size 1: the solver's tolerances are absolute
+    scaled = costs / np.abs(costs).mean() if costs.any() else costs  # of size 1: the solver's tolerances are absolute
     found = milp(
         scaled.ravel(),
         integrality=np.ones(count * width),

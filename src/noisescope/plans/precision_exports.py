@@ -5,11 +5,16 @@ llm-compressor  a YAML recipe for `oneshot(recipe=...)`: a QuantizationModifier 
 modelopt        a YAML file for `modelopt.torch.quantization.quantize`: weight quantisers by module name
 autoround       a JSON `layer_config` for AutoRound
 torchao         a JSON file for `torchao.core.config.config_from_dict`, which makes a config for `quantize_`
+llama.cpp       a text file for `llama-quantize --tensor-type-file`: one `tensor=type` a line, tensors by expressions
 json            the plan as it is
 ==============  ====================================================================================================
 
 Modules at 16 bits and lm_head stay as they are. The integers of llm-compressor and torchao use one more level than ours
-(-8 to 7), and GPTQ or AWQ round better than to nearest: the plan says which format, the tool how.
+(-8 to 7), and GPTQ or AWQ round better than to nearest: the plan says which format, the tool how. `int4_clipped` is
+llm-compressor's observer "mse", and Q4_K of llama.cpp, which searches its scales; AutoRound clips where it tunes.
+
+llama.cpp has groups of its own: 32 in Q8_0, Q4_0 and Q4_1 (8.5, 4.5 and 5 bits with scales); in Q4_K and Q3_K 32 and 16
+within blocks of 256 (4.5 and 3.44), which the inputs of a tensor have to be a multiple of.
 
 llm-compressor and torchao take whole groups alone. Where 64 does not divide the inputs of a linear, its integers get
 the largest group that divides both (32 for 96 inputs): smaller groups round as well as planned, and have more scales.
@@ -23,7 +28,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from noisescope.diagnosis.format_costs import GROUP, UNTOUCHED
@@ -33,10 +38,18 @@ from noisescope.options.fields import TOOLS
 from noisescope.plans.precision import Module, Plan
 
 SMALLEST_GROUP = 16  # in smaller ones scales would take more than a bit per weight
-INTEGERS = {"int8": 8, "int4": 4, "int3": 3}
+INTEGERS = {"int8": 8, "int4": 4, "int4_asymmetric": 4, "int4_clipped": 4, "int3": 3}
+SYMMETRIC = {"int8": 8, "int4": 4, "int3": 3}
 BLOCKS = {"mxfp4": 32, "nvfp4": 16}  # the format's own
 TRANSPOSED = "Conv1D"
 TRANSPOSING = ("autoround",)  # tools that take it
+GGUF_TYPES = {"int8": "q8_0", "int4": "q4_0", "int4_asymmetric": "q4_1", "int4_clipped": "q4_k", "int3": "q3_k"}
+GGUF_BLOCKS = {"q4_k": 256, "q3_k": 256}  # others: 32
+GGUF_NAMES = {
+    "q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output", "gate_proj": "ffn_gate",
+    "up_proj": "ffn_up", "down_proj": "ffn_down", "qkv_proj": "attn_qkv", "gate_up_proj": "ffn_up",
+    "query_key_value": "attn_qkv", "dense_h_to_4h": "ffn_up", "dense_4h_to_h": "ffn_down",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -58,6 +71,14 @@ class RoundedModule:
     spelled: dict[str, Json]
 
 
+def formats_of(tool: str) -> tuple[str, ...] | None:
+    """The formats that a tool has; None where it has all."""
+    if tool == "llama.cpp":
+        return (UNTOUCHED, *GGUF_TYPES)
+    found = _spellings(GROUP).get(tool)
+    return None if found is None else (UNTOUCHED, *found)
+
+
 def export_plan(plan: Plan, tool: str, modules: Sequence[Module]) -> Export:
     """A file for that tool: YAML if block sizes have integer keys or people edit it, else JSON.
 
@@ -73,6 +94,8 @@ def export_plan(plan: Plan, tool: str, modules: Sequence[Module]) -> Export:
 
     if tool == "json":
         return Export(json.dumps(to_json(plan), indent=1) + "\n")
+    if tool == "llama.cpp":
+        return Export("".join(f"{line}\n" for line in _tensor_types(plan, modules)))
     if tool not in _WRITERS:
         raise unknown("export", tool, TOOLS)
     rounded = _rounded(plan, tool, modules)
@@ -93,6 +116,9 @@ def _rounded(plan: Plan, tool: str, modules: Sequence[Module]) -> list[RoundedMo
             raise InvalidInput(
                 f"{tool} has no weight-only {name}: plan with --formats {','.join((UNTOUCHED, *offered))}"
             )
+        if module.kind.endswith("Experts"):
+            raise InvalidInput(f"{module.name} holds the experts of a block in one tensor, which {tool} takes by other "
+                               f"names: export llama.cpp or json")  # fmt: skip
         if module.kind == TRANSPOSED and tool not in TRANSPOSING:
             raise InvalidInput(
                 f"{tool} does not quantise {module.name}, which is a {TRANSPOSED}, not a torch.nn.Linear: export for "
@@ -123,42 +149,47 @@ def _spellings(group: int) -> dict[str, dict[str, dict[str, Json]]]:
     mx_scales = {"scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
     granularity = {"_type": "PerGroup", "_version": 1, "_data": {"group_size": group}}
 
-    def intx(name: str) -> dict[str, Json]:
+    def intx(name: str, mapping: str = "SYMMETRIC") -> dict[str, Json]:
         data = {"weight_dtype": {"_type": "torch.dtype", "_data": name}, "granularity": granularity}
+        data |= {"mapping_type": {"_type": "MappingType", "_data": mapping}}
         return {"_type": "IntxWeightOnlyConfig", "_version": 2, "_data": data}
 
     def blocks(size: int, scale_bits: list[int]) -> dict[str, Json]:
         return {"num_bits": [2, 1], "block_sizes": {-1: size, "type": "dynamic", "scale_bits": scale_bits}}
 
+    to_asymmetric = {"num_bits": 4, **to_int, "symmetric": False}
     return {
         "llm-compressor": {  # compressed-tensors' quantization arguments of a weight
-            **{name: {"num_bits": bits, **to_int} for name, bits in INTEGERS.items()},
+            **{name: {"num_bits": bits, **to_int} for name, bits in SYMMETRIC.items()},
+            "int4_asymmetric": to_asymmetric,
+            "int4_clipped": {**to_asymmetric, "observer": "mse"},
             "fp8_e4m3": {"num_bits": 8, **to_float, "strategy": "channel"},
             "nvfp4": {"num_bits": 4, **to_float, "strategy": "tensor_group", "group_size": 16, **fp4_scales},
             "mxfp4": {"num_bits": 4, **to_float, "strategy": "group", "group_size": 32, **mx_scales},
         },
         "modelopt": {
-            **{n: {"num_bits": bits, "block_sizes": {-1: group, "type": "static"}} for n, bits in INTEGERS.items()},
+            **{n: {"num_bits": bits, "block_sizes": {-1: group, "type": "static"}} for n, bits in SYMMETRIC.items()},
             "fp8_e4m3": {"num_bits": [4, 3], "axis": 0},
             "nvfp4": blocks(16, [4, 3]),
             "mxfp4": blocks(32, [8, 0]),
         },
         "autoround": {
-            **{name: {**_weights("int", bits), "group_size": group} for name, bits in INTEGERS.items()},
+            **{n: {**_weights("int", b, n in SYMMETRIC), "group_size": group} for n, b in INTEGERS.items()},
             "fp8_e4m3": {**_weights("fp8", 8), "group_size": -1},
             "nvfp4": {**_weights("nv_fp4", 4), "group_size": 16},
             "mxfp4": {**_weights("mx_fp", 4), "group_size": 32},
         },
         "torchao": {  # as torchao.core.config writes its configs
-            **{name: intx(name) for name in INTEGERS},
+            **{name: intx(name) for name in SYMMETRIC},
+            "int4_asymmetric": intx("int4", "ASYMMETRIC"),
             "fp8_e4m3": {"_type": "Float8WeightOnlyConfig", "_version": 2, "_data": {}},
         },
     }
 
 
-def _weights(data_type: str, bits: int) -> dict[str, Json]:
+def _weights(data_type: str, bits: int, symmetric: bool = True) -> dict[str, Json]:
     """AutoRound takes what a layer does not say from its scheme, and some of those round activations."""
-    return {"bits": bits, "data_type": data_type, "sym": True, "act_bits": 16}
+    return {"bits": bits, "data_type": data_type, "sym": symmetric, "act_bits": 16}
 
 
 def _notes(rounded: Sequence[RoundedModule]) -> tuple[str, ...]:
@@ -198,6 +229,27 @@ def _autoround(plan: Plan, rounded: Sequence[RoundedModule]) -> dict[str, Json]:
 def _torchao(plan: Plan, rounded: Sequence[RoundedModule]) -> dict[str, Json]:
     configs = {one.module: one.spelled for one in rounded}
     return {"_type": "FqnToConfig", "_version": 1, "_data": {"fqn_to_config": configs}}
+
+
+def _tensor_types(plan: Plan, modules: Sequence[Module]) -> Iterator[str]:
+    """`tensor=type` of each module, those at 16 bits included: llama-quantize rounds what is not named."""
+    for module in modules:
+        name, kind = plan.assignment[module.name], module.name.rpartition(".")[2]
+        tensors = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps") if module.kind.endswith("Experts") else ()
+        if kind not in GGUF_NAMES and not tensors:
+            raise InvalidInput(f"llama.cpp's name of {module.name} is not known here: export json")
+        if name not in (UNTOUCHED, *GGUF_TYPES):
+            offered = ",".join(formats_of("llama.cpp") or ())
+            raise InvalidInput(f"llama.cpp has no tensor type for {name}: plan with --formats {offered}")
+        spelled = GGUF_TYPES.get(name, "bf16")
+        block = 1 if name == UNTOUCHED else GGUF_BLOCKS.get(spelled, 32)
+        if module.inputs is None or module.inputs % block:
+            raise InvalidInput(
+                f"{module.name} has {module.inputs} inputs, not a multiple of the {block} that llama.cpp's "
+                f"{spelled.upper()} needs: plan without {name}, such as --formats bf16,int8,int4,int4_asymmetric"
+            )
+        for tensor in tensors or (GGUF_NAMES[kind],):
+            yield rf"blk\.{module.place}\.{tensor}\.weight={spelled}"
 
 
 _WRITERS = {"llm-compressor": _recipe, "modelopt": _modelopt, "autoround": _autoround, "torchao": _torchao}

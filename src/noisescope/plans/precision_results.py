@@ -54,8 +54,7 @@ def coverage_notes(found: Diagnosis) -> list[str]:
         return []
     return [
         f"the plan covers {_planned(scores):,} of the {scores.block_parameters:,} weights in the blocks "
-        f"({100 * share:.0f} %), and the average bits count only these: weights outside linear modules, such as "
-        f"experts stored in one tensor, stay at 16 bits"
+        f"({100 * share:.0f} %), and the average bits count only these: weights that were not scored stay at 16 bits"
     ]
 
 

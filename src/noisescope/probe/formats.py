@@ -10,6 +10,8 @@ fp8_e4m3, fp8_e5m2  none, or s = a / M (M = 448, 57344) with a granularity  s * 
 int8, int4, int3    s = a / Q, Q = 2^(b-1) - 1 = 127, 7, 3                  s * clamp(round(x / s), -Q, Q)
 asymmetric int      s = (h - l) / R, R = 2^b - 1, l = min(x, 0),            s * (clamp(round(x / s) + z, 0, R) - z)
                     h = max(x, 0), z = round(-l / s)
+clipped int         the same of r a, or of r l and r h, with the r of       the same
+                    1, 0.95 ... 0.65 whose squared error is least
 mxfp4               s = 2^(floor(log2 a) - 2) as E8M0, blocks of 32         s * e2m1(x / s)
 nvfp4               s = t * e4m3((a / 6) / t), blocks of 16,                s * e2m1(x / s)
                     t = (a of the whole tensor) / (448 * 6)
@@ -63,6 +65,7 @@ _ELEMENT_BITS = {"bf16": 16, "fp16": 16, "fp8_e4m3": 8, "fp8_e5m2": 8}
 _ELEMENT_BITS |= {"int8": 8, "int4": 4, "int3": 3, "mxfp4": 4, "nvfp4": 4}
 _GRANULARITIES = ("tensor", "channel", "token", "group")
 WEIGHT_GROUP = 64  # weights that share a scale, in integer formats
+_CLIPPED = (0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65)  # shares of the range that clipping tries
 _E2M1_MAX = 6.0
 _E4M3_MAX = 448.0
 
@@ -76,7 +79,8 @@ class Format:
     ``group_size`` consecutive values of the last dimension), "channel" (weights: one per row; activations: one per
     index of the last dimension). Once built, the fields hold what is in force: the canonical name and the defaults
     filled in, so that two equal formats compare equal; ``granularity`` None then means that there is no scale.
-    ``asymmetric`` integers have a zero point beside each scale.
+    ``asymmetric`` integers have a zero point beside each scale. ``clipped`` integers have a range that leaves out the
+    largest values where the others gain more.
 
     >>> import torch, noisescope as ns
     >>> ns.Format("int4", "token")(torch.tensor([[0.0, 1.2, 7.0]]), None)
@@ -87,6 +91,7 @@ class Format:
     granularity: str | None = None
     group_size: int | None = None
     asymmetric: bool = False
+    clipped: bool = False
 
     def __post_init__(self) -> None:
         key = self.name.strip().lower().replace("-", "_") if isinstance(self.name, str) else ""
@@ -102,8 +107,9 @@ class Format:
             raise InvalidInput(
                 f"{name} has fixed blocks of {block}; omit granularity and group_size, got {kind!r} and {size!r}"
             )
-        if self.asymmetric and name not in _INT_MAX:
-            raise InvalidInput(f"{name} has no zero point: asymmetric scaling is for {', '.join(_INT_MAX)}")
+        if (self.asymmetric or self.clipped) and name not in _INT_MAX:
+            why = "has no zero point: asymmetric scaling" if self.asymmetric else "has no range to choose: clipping"
+            raise InvalidInput(f"{name} {why} is for {', '.join(_INT_MAX)}")
         if kind is None:
             kind = "group" if block is not None else "tensor" if name in _INT_MAX else None
         if kind == "group" or block is not None:
@@ -179,12 +185,22 @@ def quantise(tensor: torch.Tensor, fmt: Format | str, *, weight: bool = False) -
         x = torch.nn.functional.pad(x.reshape(-1, last), (0, pad))  # zeros never raise a block's amax
     x = x.reshape(-1, width)
     finite = x.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-    if fmt.asymmetric:
-        y = _asymmetric(x, finite.amin(dim, keepdim=True), finite.amax(dim, keepdim=True), fmt.element_bits)
-    else:
-        amax = finite.abs().amax(dim, keepdim=True)  # [blocks, 1] or [1, channels]
-        rows = (last + pad) // width if fmt.granularity == "token" else None  # nvfp4: blocks of a token
-        y = _scaled(x, amax, fmt.name, blocks=rows)
+    low, high = finite.amin(dim, keepdim=True), finite.amax(dim, keepdim=True)  # [blocks, 1] or [1, channels]
+    amax = torch.maximum(-low, high)
+    rows = (last + pad) // width if fmt.granularity == "token" else None  # nvfp4: blocks of a token
+
+    def rounded(part: float) -> torch.Tensor:
+        if fmt.asymmetric:
+            return _asymmetric(x, part * low, part * high, fmt.element_bits)
+        return _scaled(x, part * amax, fmt.name, blocks=rows)
+
+    y = rounded(1.0)
+    if fmt.clipped:
+        least = (y - finite).square().sum(dim, keepdim=True)
+        for part in _CLIPPED:
+            other = rounded(part)
+            error = (other - finite).square().sum(dim, keepdim=True)
+            y, least = torch.where(error < least, other, y), torch.minimum(error, least)
     if pad:
         y = y.reshape(-1, last + pad)[:, :last]
     # s * Q can exceed a by one rounding, which at the very top of the dtype would be Inf.

@@ -14,9 +14,15 @@ from noisescope.data import generation
 from noisescope.data.answers import answers_match
 from noisescope.errors import InvalidInput
 from noisescope.measures.fisher import GradientScreen, Screen
-from noisescope.measures.format_costs import FormatScreen, count_block_parameters, effective_bits, weight_format
+from noisescope.measures.format_costs import (
+    FormatScreen,
+    count_block_parameters,
+    effective_bits,
+    planned_weights,
+    weight_format,
+)
 from noisescope.measures.format_screen import QuestionScreen
-from noisescope.model.anatomy import linear_weight
+from noisescope.measures.format_slopes import FormatSlopes
 from noisescope.probe.capture import Capture
 from noisescope.probe.inject import Probe, inject
 from noisescope.probe.watch import selected_by
@@ -157,11 +163,11 @@ def formats(runner: TrialRunner, trial: Trial) -> Result:
         "block_parameters": count_block_parameters(runner.model, runner.anatomy),
     }
     for site in sites:
-        outputs, inputs = linear_weight(modules[site.module]).shape
+        inputs = scope.inputs[site]
         about = {
             "module": site.module,
             "place": site.place,
-            "parameters": outputs * inputs,
+            "parameters": sum(weight.numel() for weight in planned_weights(modules[site.module])),
             "inputs": inputs,
             "kind": type(modules[site.module]).__name__,
             "effective_bits": {name: effective_bits(name, inputs) for name in names},
@@ -182,6 +188,36 @@ def _sums_table(rows: Sequence[Mapping[int, float]], samples: Sequence[int], dra
         for name, value in sums.items():
             row[position[name % CHOICE]] += value / draws
     return table
+
+
+def format_slopes(runner: TrialRunner, trial: Trial) -> Result:
+    """KL of a plan, and how it changes with the format of each linear: see measures/format_slopes.py.
+
+    `injection` is the plan, None where all keep 16 bits. Slopes are of the mean over samples of the KL per token.
+    """
+    part, names = trial.slice, [str(name) for name in trial.settings["formats"]]
+    held = {} if trial.injection is None else dict(trial.injection.perturbation.perturbations)
+    scope = FormatSlopes(runner.model, {n: weight_format(n) for n in names}, held, anatomy=runner.anatomy)
+    samples = runner.materials[part.data].samples(part)
+    divergence, tokens = np.zeros(len(samples)), np.zeros(len(samples))
+    size = min(FORMAT_SAMPLES, -(-len(samples) // 2))  # two batches at least: their slopes are compared
+    for number, batch in enumerate(runner.batches(part, size=size, whole=True)):
+        scope.half = number % 2
+        owners = batch.whole.owners.cpu().numpy()
+        np.add.at(tokens, owners, 1.0)
+        with torch.no_grad():
+            logits = runner.forward(batch)
+            scored = batch.whole.scored.to(logits.device)
+            clean = logits.index_select(0, scored)
+        with _injecting(runner, trial) as probe, scope, torch.enable_grad():
+            if probe is not None:
+                probe.rows(batch.rows)
+            weights = torch.from_numpy(1 / (tokens[owners] * len(samples))).to(logits.device, torch.float32)
+            found = scope.descend(runner.forward(batch), clean, scored, weights)
+        np.add.at(divergence, owners, found.double().cpu().numpy())
+        runner.forwards += len(batch.ids) * 3
+    slopes = {site.module: halves.tolist() for site, halves in scope.sums.items()}
+    return Result(samples, {"kl": tuple((divergence / tokens).tolist())}, {"slopes": slopes, "formats": names})
 
 
 def _send_gradients(
@@ -310,4 +346,5 @@ MEASURES: dict[str, Callable[[TrialRunner, Trial], Result | Finish]] = {
     "gradients": gradients,
     "formats": formats,
     "format_screen": format_screen,
+    "format_slopes": format_slopes,
 }
