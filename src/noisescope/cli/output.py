@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from noisescope import api
 from noisescope.cli.terminal import say
+from noisescope.options.sensitivity import DemoOptions, DiagnoseOptions
+
+TYPED_PATHS = ("model", "data", "calibration", "output")
+MOST_STEPS = 3
 
 
 def finish(
@@ -54,13 +59,15 @@ def aligned(rows: Sequence[Sequence[str]], indent: str = "") -> str:
     return "\n".join(f"{indent}{line}".rstrip() for line in lines)
 
 
-def print_summary(report: api.reports.Report) -> None:
+def print_summary(report: api.reports.Report, options: DiagnoseOptions | DemoOptions) -> None:
     """The first screen: risk, top findings, next step, what it cost."""
-    print_findings(report)
+    print_findings(report, options)
     print_cost(report)
 
 
-def print_findings(report: api.reports.Report) -> None:
+def print_findings(report: api.reports.Report, options: DiagnoseOptions | DemoOptions) -> None:
+    """With commands that name files as they were typed: a report cuts absolute paths."""
+    typed = {name: str(value) for name, value in vars(options).items() if name in TYPED_PATHS and value is not None}
     found = report.diagnosis
     summary, run = found.executive_summary, found.run
     say(f"{run.model.source}: {run.model.architecture}, {run.model.blocks} blocks, {run.device}")
@@ -78,6 +85,8 @@ def print_findings(report: api.reports.Report) -> None:
     if not summary.top_findings:
         say("nothing stands out")
     say(f"\nnext: {summary.next_step}")
+    for step in islice(api.reports.next_steps(found, typed), MOST_STEPS):
+        say(f"\n{step.words}\n  {step.text}")
 
 
 def print_cost(report: api.reports.Report) -> None:

@@ -103,7 +103,11 @@ def in_pictures(report: DiagnosisReport) -> Iterable[Section]:
 
 def _to_do(report: DiagnosisReport) -> Panel:
     steps = tuple(next_steps(report))[:MOST_STEPS]
-    return Panel("What to do", (Paragraph(report.executive_summary.next_step), *steps))
+    command = report.run.command
+    cut = () if command is None or not command.cut or not steps else (Paragraph(
+        f"Absolute paths are cut to their last part in a report: write out {', '.join(command.cut)}, or run the "
+        f"command where they lie."),)  # fmt: skip
+    return Panel("What to do", (Paragraph(report.executive_summary.next_step), *steps, *cut))
 
 
 def _certainty(report: DiagnosisReport) -> Panel:
