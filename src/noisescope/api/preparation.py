@@ -87,13 +87,18 @@ def load_report_subject(report: Mapping[str, Any], options: ReportModelOptions) 
     return found
 
 
-def _loaded(model: str, dtype: str | None, options: DeviceOptions) -> Subject:
-    """Without the loader's own progress bars."""
-    begin("loading")
+def load_quietly() -> None:
+    """What a command imports and loads from here on prints nothing of its own."""
     import_transformers()
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+
+
+def _loaded(model: str, dtype: str | None, options: DeviceOptions) -> Subject:
+    """Without the loader's own progress bars."""
+    begin("loading")
+    load_quietly()
     return load(model, dtype=dtype, **options.pick("device", "device_map", "revision", "trust_remote_code"))
 
 

@@ -65,7 +65,7 @@ def print_verdict(result: api.gates.GateResult) -> None:
 
 def _change(row: api.gates.ScoreChange) -> str:
     sides = " -> ".join(
-        "..." if one.value is None else f"{100 * one.value:.1f} %" for one in (row.baseline, row.candidate)
+        "..." if one.value is None else api.reports.percent(one.value) for one in (row.baseline, row.candidate)
     )
     change, least = row.difference, row.smallest_detectable
     ends = ", ".join("..." if end is None else f"{100 * end:+.1f}" for end in (change.low, change.high))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 from noisescope import api
 from noisescope.cli.terminal import say
 from noisescope.options.sensitivity import DemoOptions, DiagnoseOptions
+from noisescope.plain_text import aligned as aligned
 
 TYPED_PATHS = ("model", "data", "calibration", "output")
 MOST_STEPS = 3
@@ -50,13 +51,6 @@ def print_each(values: Iterable[object], prefix: str = "  ") -> None:
     """Every value on a line of its own, such as paths that were written."""
     for value in values:
         say(f"{prefix}{value}")
-
-
-def aligned(rows: Sequence[Sequence[str]], indent: str = "") -> str:
-    """A table, its columns as wide as they need to be: a module's name is there to be copied, so it is never cut."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-    return "\n".join(f"{indent}{line}".rstrip() for line in lines)
 
 
 def print_summary(report: api.reports.Report, options: DiagnoseOptions | DemoOptions) -> None:

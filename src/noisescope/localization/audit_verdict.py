@@ -49,7 +49,9 @@ def conclude(log: AuditLog, judged: JudgedModel | None = None) -> Verdict:
     coverage = Coverage() if judged is None else _coverage(log, judged)
     decided = not unseen and (judged is None or coverage.enough)
     verdict = "faulty" if suspects else "healthy" if decided else "undecided"
-    visible = {operator: limit.to_dict() for operator, limit in log.limits.items()}
+    blamed = {site for suspect in suspects for site in (suspect.site, *suspect.also)}
+    healthy = {operator: limit.without(blamed) for operator, limit in log.limits.items()}
+    visible = {operator: limit.to_dict() for operator, limit in healthy.items() if limit.sites}
     notes = tuple(_notes(log))
     return Verdict(verdict, "audit", suspects, visible, float(log.forwards), log.tests, notes, unseen, coverage)
 
