@@ -2,7 +2,8 @@
 
 The three come from the same annotations, so what is written, what is accepted and what is published can't drift apart.
 A field's JSON key is its name. All fields are always written, and all must be there when a file is read: a report that
-lacks one was written by another version, and half a report is never understood.
+lacks one was written by another version, and half a report is never understood. A field with the metadata ADDED may
+be missing: older files of the same version have none.
 
 Annotations may be str, int, float, bool, None, Literal, X | None, tuple[X, ...], tuple[X, Y], Mapping[str, X], a
 dataclass, or `Json` for a part whose shape another tool owns.
@@ -24,6 +25,7 @@ from noisescope.plain_text import LONG, one_line, shown, visible
 
 V = TypeVar("V")
 Json = Any  # JSON whose shape is not ours: kept as it is
+ADDED = {"added": True}  # metadata of a field that files of this version may lack: its default counts there
 LARGEST = 2**128  # larger integers are not counts, layers or seeds
 
 
@@ -154,13 +156,13 @@ def _read_dataclass(kind: Any, data: object, where: str) -> Any:
     if not isinstance(data, Mapping):
         raise _unfit(where, data, "an object")
     hints = field_types(kind)
-    missing = [name for name in hints if name not in data]
+    missing = [name for name in _required(kind) if name not in data]
     if missing:
         raise InvalidInput(f"{_place(where)} has no {missing[0]!r}")
     strange = [str(name) for name in data if name not in hints]
     if strange:
         raise InvalidInput(f"{_place(where)} has {shown(strange[0])}, which this version does not know")
-    read = {name: _read(hint, data[name], f"{where}.{name}") for name, hint in hints.items()}
+    read = {name: _read(hint, data[name], f"{where}.{name}") for name, hint in hints.items() if name in data}
     try:
         return kind(**read)
     except InvalidInput as error:  # a value that refuses itself does not know its path
@@ -172,6 +174,10 @@ def field_types(kind: Any) -> dict[str, Any]:
     """The annotations of a dataclass's fields, in order."""
     found = typing.get_type_hints(kind)
     return {field.name: found[field.name] for field in dataclasses.fields(kind)}
+
+
+def _required(kind: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(kind) if "added" not in field.metadata]
 
 
 def _unfit(where: str, data: object, wanted: str) -> InvalidInput:
@@ -222,7 +228,7 @@ def _schema(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
             "type": "object",
             **({"description": _first_line(kind)} if _first_line(kind) else {}),
             "properties": {key: _schema(hint, definitions) for key, hint in hints.items()},
-            "required": list(hints),
+            "required": _required(kind),
             "additionalProperties": False,
         }
     return {"$ref": f"#/$defs/{name}"}

@@ -10,7 +10,7 @@ import html
 import json
 import re
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 SHORT = 60  # characters of a wrong value that an error shows
 LONG = 240  # characters of the reason in an error
@@ -126,3 +126,10 @@ def last_part(path: str) -> str:
     """
     absolute = path.startswith(("/", "~", "\\\\")) or re.match(r"[A-Za-z]:[\\/]", path)
     return visible((re.split(r"[\\/]", path.rstrip("/\\"))[-1] or path) if absolute else path)
+
+
+def aligned(rows: Sequence[Sequence[str]], indent: str = "") -> str:
+    """A table, its columns as wide as they need to be: a module's name is there to be copied, so it is never cut."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(f"{indent}{line}".rstrip() for line in lines)

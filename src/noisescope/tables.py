@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Self
 from noisescope.errors import MissingExtra, unknown
 from noisescope.estimate import Estimate
 from noisescope.jsonform import field_types, to_json
-from noisescope.plain_text import csv_cell, html_text
+from noisescope.plain_text import aligned, csv_cell, html_text, one_line
 from noisescope.sites import Site
 
 if TYPE_CHECKING:
@@ -81,15 +81,21 @@ class Table:
         empty = [name for name in self.columns if frame[name].isna().all()]
         return frame.astype(dict.fromkeys(empty, "float64"))  # numbers that this run lacks are NaN, not objects
 
-    def to_html(self, heads: Mapping[str, str]) -> str:
-        """The first rows of some columns, by their headings; an estimate stands with its interval."""
+    def first(self, heads: Mapping[str, str]) -> list[list[str]]:
+        """The first rows of some columns as text; an estimate stands with its interval."""
         at = {name: number for number, name in enumerate(self.columns)}
-        numeric = {name: all(_is_number(row[at[name]]) for row in self.rows) for name in heads}
-        sides = {name: "right" if numeric[name] else "left" for name in heads}
-        lines = ["".join(_html_cell("th", head, sides[name]) for name, head in heads.items())]
-        for row in self.rows[:MOST_ROWS]:
-            shown = ((name, _shown(row[at[name]]) + _interval(row, at, name)) for name in heads)
-            lines.append("".join(_html_cell("td", text, sides[name]) for name, text in shown))
+        return [[_shown(row[at[name]]) + _interval(row, at, name) for name in heads] for row in self.rows[:MOST_ROWS]]
+
+    def to_html(self, heads: Mapping[str, str]) -> str:
+        """The first rows of some columns, by their headings."""
+        at = {name: number for number, name in enumerate(self.columns)}
+        numeric = (all(_is_number(row[at[name]]) for row in self.rows) for name in heads)
+        sides = ["right" if each else "left" for each in numeric]
+        lines = ["".join(_html_cell("th", head, side) for head, side in zip(heads.values(), sides, strict=True))]
+        lines += [
+            "".join(_html_cell("td", text, side) for text, side in zip(row, sides, strict=True))
+            for row in self.first(heads)
+        ]
         body = "".join(f'<tr style="{_ROW}">{line}</tr>' for line in lines)
         return f'<table style="{_TABLE}">{body}</table>'
 
@@ -109,15 +115,32 @@ class Sheet:
     shown: Table | None = None
     tone: str = ""
 
+    @property
+    def _main(self) -> Table:
+        return self.shown or next(iter(self.tables.values()))
+
+    @property
+    def _left_out(self) -> str:
+        count = len(self._main.rows)
+        return f"{MOST_ROWS} of {count} rows. " if self.heads and count > MOST_ROWS else ""
+
+    def to_text(self) -> str:
+        """For print: title, lines and the first rows."""
+        lines = [one_line(line, LONGEST_LINE) for line in (self.title, *self.lines[:MOST_LINES])]
+        if self._main.rows and self.heads:
+            rows = [[one_line(cell, LONGEST_CELL) for cell in row] for row in self._main.first(self.heads)]
+            lines += ["", aligned([list(self.heads.values()), *rows], "  ")]
+        names = ", ".join(f'to_frame("{name}")' for name in self.tables)
+        return "\n".join([*lines, f"{self._left_out}Tables: {names}"])
+
     def to_html(self) -> str:
-        table = self.shown or next(iter(self.tables.values()))
+        table = self._main
         parts = [f"<div><strong>{html_text(self.title, LONGEST_LINE)}</strong></div>"]
         parts += [f"<div>{html_text(line, LONGEST_LINE)}</div>" for line in self.lines[:MOST_LINES]]
         if table.rows and self.heads:
             parts.append(table.to_html(self.heads))
-        count = f"{MOST_ROWS} of {len(table.rows)} rows. " if self.heads and len(table.rows) > MOST_ROWS else ""
         names = ", ".join(f'to_frame("{name}")' for name in self.tables)
-        parts.append(f'<div style="{_QUIET}">{html_text(f"{count}Tables: {names}")}</div>')
+        parts.append(f'<div style="{_QUIET}">{html_text(f"{self._left_out}Tables: {names}")}</div>')
         return f'<div style="{_BOX.format(_BORDERS[self.tone])}">{"".join(parts)}</div>'
 
 
@@ -145,6 +168,9 @@ class Tabular(ABC):
 
     def _repr_html_(self) -> str:
         return self.sheet().to_html()
+
+    def __str__(self) -> str:
+        return self.sheet().to_text()
 
 
 # -- columns and cells of typed values

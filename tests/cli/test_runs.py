@@ -69,7 +69,7 @@ def test_the_verdict_and_the_largest_changes(tmp_path: Path) -> None:
     a, b = stored(tmp_path / "a"), stored(tmp_path / "b", "worn", lost=12)
     lines = call("runs", "compare", a, b).splitlines()
     assert lines[0] == f"A  {a}: models/m (Llama, 2 blocks), x.jsonl, 40 samples, float32 on cpu (here)"
-    assert lines[2] == "asked differently: model.source, model.fingerprint"
+    assert lines[2] == ("asked differently: model.source (A models/m, B models/worn), model.fingerprint (A m, B worn)")
     assert lines[4].startswith(
         "verdict: B is worse than A. accuracy: 2 significantly worse, none better of 2; loss: 1 significantly worse,"
     )

@@ -7,7 +7,16 @@ from typing import Any
 import pytest
 
 from noisescope.diagnosis.findings_check import CheckedWindow, CheckResult
-from noisescope.diagnosis.report import Cost, DataFacts, ModelFacts, Robustness, RobustnessCurve, Run, SettingsFacts
+from noisescope.diagnosis.report import (
+    Cost,
+    DataFacts,
+    GivenCommand,
+    ModelFacts,
+    Robustness,
+    RobustnessCurve,
+    Run,
+    SettingsFacts,
+)
 from noisescope.diagnosis.rows import (
     AvalanchePoint,
     CellEffect,
@@ -131,7 +140,7 @@ def layer_analysis() -> LayerAnalysis:
 def run_facts() -> Run:
     return Run(
         model=ModelFacts("demo", "LlamaForCausalLM", "f" * 64, 4, ()),
-        data=DataFacts("test.jsonl", "task", N, 1200, "d" * 64, "", "score"),
+        data=DataFacts("test.jsonl", "task", N, 1200, "d" * 64, "", "score", 1000),
         settings=SettingsFacts(
             "Gaussian(0.05)", 0.05, ("operator", "layer", "channel"), ("gemm",), ("gemm",), 2, 1, 10.0, (0, 1),
             "standard", 1, 0.1, 0.2, 8
@@ -146,6 +155,10 @@ def run_facts() -> Run:
         versions={"noisescope": "0.2", "torch": "2.11"},
         host="here",
         store=None,
+        command=GivenCommand(
+            "diagnose", {"model": "demo", "data": "test.jsonl", "samples": N, "seeds": 2, "effort": "standard",
+                         "dtype": "float32", "device": "cpu", "window": 2}, ()
+        ),
     )  # fmt: skip
 
 

@@ -60,7 +60,8 @@ def test_date_version_and_command_stand_at_the_top(made: DiagnosisReport) -> Non
     found = document(made)
     assert dict(found.facts)["Run"] == "2026-01-02 03:04, noisescope 0.2, cpu, float32"
     assert found.command == (
-        "noisescope diagnose demo --data test.jsonl --samples 64 --seeds 2 --effort standard --dtype float32 --window 2"
+        "noisescope diagnose demo --effort standard --samples 64 --seeds 2 --window 2 --data test.jsonl --device cpu "
+        "--dtype float32"
     )
 
 
@@ -95,7 +96,7 @@ def commands(report: DiagnosisReport) -> list[list[str]]:
 def test_every_next_step_is_a_command_with_options_that_exist(made: DiagnosisReport) -> None:
     """The command is one of ours, and each flag one of its options: a renamed option fails here."""
     bare = replace(made, precision_plan=None)
-    for words in [*commands(made), *commands(screen(bare)), shlex.split(run_command(made))]:
+    for words in [*commands(made), *commands(screen(bare)), shlex.split(run_command(made.run))]:
         assert words[0] == "noisescope"
         name = " ".join(words[1:3]) if " ".join(words[1:3]) in COMMANDS else words[1]
         flags = {flag for option in options_of(COMMANDS[name][0], "command").values() for flag in _flags(option)}
@@ -112,6 +113,9 @@ def test_what_comes_next_depends_on_what_was_done(made: DiagnosisReport) -> None
     assert "--effort standard" in first.text and "--samples 100" in first.text
     unsure = replace(made.executive_summary, overall_risk_level="not measurable")
     assert "--samples 256" in next(next_steps(replace(made, executive_summary=unsure))).text
+    few = with_run(made, data=replace(made.run.data, available=70))
+    assert "--samples 70" in next(next_steps(screen(few))).text
+    assert "diagnose" not in next(next_steps(with_run(screen(made), command=None))).text
     assert any("--export llm-compressor" in step.text for step in next_steps(made))
     assert any("--verify" in step.text for step in next_steps(replace(made, precision_plan=None)))
     assert not [step for step in next_steps(replace(made, layer_analysis=None)) if "migration" in step.text]
@@ -121,8 +125,27 @@ def test_names_from_elsewhere_are_quoted(made: DiagnosisReport) -> None:
     """A folder or a model of any name is one word of the command."""
     evil = "a b; rm -rf $HOME `x`"
     model = replace(made.run.model, source=evil)
-    for words in commands(with_run(made, store=evil, model=model)):
+    assert made.run.command is not None
+    command = replace(made.run.command, options={**made.run.command.options, "model": evil})
+    for words in commands(with_run(screen(made), store=evil, model=model, command=command)):
         assert evil in words and "rm" not in words
+
+
+def test_data_and_lengths_are_the_same_in_every_step(made: DiagnosisReport) -> None:
+    """A gate or a plan that measures, measures what the report did; typed paths replace those that were cut."""
+    assert made.run.command is not None
+    options = {**made.run.command.options, "max_tokens": 96, "prompt_field": "q", "operators": ["softmax", "norm"]}
+    asked = with_run(made, command=replace(made.run.command, options=options, cut=("test.jsonl",)))
+    steps = {step.text.split()[1]: step.text for step in next_steps(replace(screen(asked), precision_plan=None))}
+    for name in ("diagnose", "plan", "gate"):
+        assert "--max-tokens 96" in steps[name] and "--prompt-field q" in steps[name], name
+    assert "--operators softmax,norm" in steps["diagnose"] and "--data test.jsonl" in steps["gate"]
+    typed = {"model": "/m/a b", "data": "/d/test.jsonl", "output": "/runs/out"}
+    for step in next_steps(screen(asked), typed):
+        assert "/runs/out" in step.text
+        assert "'/m/a b'" in step.text or "migration" in step.text or "--export" in step.text
+    assert "write out test.jsonl" in to_markdown(document(asked))
+    assert "write out" not in to_markdown(document(made))
 
 
 # -- pictures

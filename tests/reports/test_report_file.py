@@ -13,7 +13,7 @@ import pytest
 
 from noisescope.diagnosis.report import Robustness
 from noisescope.errors import InvalidInput
-from noisescope.reports.report_file import DiagnosisReport, Report
+from noisescope.reports.report_file import DiagnosisReport, Report, schema
 
 MUTATIONS = 150
 DROP = object()
@@ -95,11 +95,12 @@ def test_every_dropped_key_is_named_with_its_path(made: DiagnosisReport) -> None
     data = json.loads(Report(made).to_json())
     open_ended = ("operator_analysis", "correlations", "per_layer", "places", "versions", "uniform", "formats",
                   "fisher", "details", "smallest_visible", "assignment", "counts", "critical_thresholds", "precision",
-                  "predicted_kl", "kl", "accuracy", "metrics", "layers", "coverage")  # fmt: skip
+                  "predicted_kl", "kl", "accuracy", "metrics", "layers", "coverage", "options")  # fmt: skip
     fields = [
         path
         for path in parts_of(data)
         if isinstance(path[-1], str) and len(path) > 1 and path[-2] not in open_ended and isinstance(path[-2], str)
+        if path[-2:] not in (("run", "command"), ("data", "available"))  # older files have none
     ]
     assert len(fields) > 200
     for path in random.Random(1).sample(fields, 60):
@@ -208,3 +209,13 @@ def test_a_curve_is_no_diagnosis(made_curve: Robustness) -> None:
     """What needs a diagnosis refuses a robustness curve in a line that says what to give."""
     with pytest.raises(InvalidInput, match=r"robustness at 3 noise levels.*`noisescope diagnose`"):
         _ = Report(made_curve).diagnosis
+
+
+def test_a_report_from_before_a_field_was_added_is_read(made: DiagnosisReport) -> None:
+    """Without the command and the count of samples there are fewer next steps, and nothing else."""
+    older = json.loads(Report(made).to_json())
+    del older["run"]["command"], older["run"]["data"]["available"]
+    found = Report.from_data(older, "older").diagnosis
+    assert found.run.command is None and found.run.data.available is None
+    assert "### What to do" in Report(found).to_markdown() and "noisescope gate" in Report(found).to_markdown()
+    assert {"command", "store"} & set(schema()["$defs"]["Run"]["required"]) == {"store"}

@@ -11,10 +11,11 @@ from typing import Any
 from noisescope.api.plan_trials import check_model, find_data
 from noisescope.api.preparation import Prepared, prepare_run, seeds_of
 from noisescope.api.reports import now
+from noisescope.api.run_cost import Cost
 from noisescope.atomic_write import folder_inside
 from noisescope.diagnosis import gate_baseline, operators
 from noisescope.diagnosis.context import GROUP, Settings, StudyContext
-from noisescope.diagnosis.report import Diagnosis
+from noisescope.diagnosis.report import Diagnosis, Run
 from noisescope.diagnosis.section_types import GateNumbers
 from noisescope.errors import InvalidInput, NoisescopeError
 from noisescope.jsonform import from_json, to_json
@@ -45,25 +46,8 @@ def gate(subject: Subject, options: GateOptions) -> GateResult:
     >>> result.verdict in ("pass", "undecided"), result.paired
     (True, True)
     """
-    given: Any = options.baseline
-    report = diagnosis_of(Report.load(given) if isinstance(given, (str, Path)) else given)
-    before, run = _kept(report), report.run
-    check_model(report, subject)
     started = time.perf_counter()
-    prepared = _prepared(
-        subject,
-        GateBaselineOptions(
-            data=options.source(find_data(report) if options.data is None else None),
-            noise_scale=run.settings.noise_scale or 0.0,
-            metric=before.metric,
-            generate=run.data.measure == "generate",
-            seeds=before.seeds if options.seeds is None else options.seeds,
-            **options.pick("samples", "effort", "max_tokens", "slice", "full_paths"),
-        ),
-    )
-    refuse_kind(run.data, prepared.facts.data)
-    if not options.other_samples:
-        refuse_other_samples(run.data, prepared.facts.data, (before.samples, prepared.context.sample_hashes))
+    prepared, before, run = _against_baseline(subject, options)
     after = _measured(prepared, options)
     conditions = conditions_row(run, prepared.facts, (before, after))
     worse_than, limit = 1 + options.max_worse, options.max_degradation
@@ -78,6 +62,34 @@ def gate(subject: Subject, options: GateOptions) -> GateResult:
         seconds=time.perf_counter() - started,
         conditions=conditions,
     )
+
+
+def _against_baseline(subject: Subject, options: GateOptions) -> tuple[Prepared, GateNumbers, Run]:
+    """The baseline's question asked of a model, its numbers and its run; refused where they can't be compared."""
+    given: Any = options.baseline
+    report = diagnosis_of(Report.load(given) if isinstance(given, (str, Path)) else given)
+    before, run = _kept(report), report.run
+    check_model(report, subject)
+    prepared = _prepared(
+        subject,
+        GateBaselineOptions(
+            data=options.source(find_data(report) if options.data is None else None),
+            noise_scale=run.settings.noise_scale or 0.0,
+            metric=before.metric,
+            generate=run.data.measure == "generate",
+            seeds=before.seeds if options.seeds is None else options.seeds,
+            **options.pick("samples", "effort", "max_tokens", "slice", "full_paths"),
+        ),
+    )
+    refuse_kind(run.data, prepared.facts.data)
+    if not options.other_samples:
+        refuse_other_samples(run.data, prepared.facts.data, (before.samples, prepared.context.sample_hashes))
+    return prepared, before, run
+
+
+def cost_of_gate(subject: Subject, options: GateOptions) -> Cost:
+    """What a gate would cost, from one timed sample."""
+    return _against_baseline(subject, options)[0].cost(_Question())
 
 
 @takes_options(GateBaselineOptions, "data")

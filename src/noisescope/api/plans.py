@@ -22,6 +22,7 @@ from noisescope.plans.kv_cache import vllm_command as vllm_command
 from noisescope.plans.migration import MigrationSteps as MigrationSteps
 from noisescope.plans.precision import Budget, Plan, modules_of, optimal_plan
 from noisescope.plans.precision_exports import Export, export_plan, formats_of
+from noisescope.plans.precision_results import OVER_PLAN as OVER_PLAN
 from noisescope.plans.precision_results import PrecisionPlan as PrecisionPlan
 from noisescope.plans.precision_results import coverage_notes, planned_share, predicted_plan, prediction_of
 from noisescope.reports.report_file import Report, diagnosis_of

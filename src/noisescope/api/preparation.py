@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from noisescope.api.format_settings import format_settings, tied_modules
+from noisescope.api.given_command import given_command
 from noisescope.api.reports import end_facts
 from noisescope.api.run_cost import Cost, SampleCost, estimate, plan_trials, time_sample
 from noisescope.api.trial_progress import TrialProgress
@@ -86,13 +87,18 @@ def load_report_subject(report: Mapping[str, Any], options: ReportModelOptions) 
     return found
 
 
-def _loaded(model: str, dtype: str | None, options: DeviceOptions) -> Subject:
-    """Without the loader's own progress bars."""
-    begin("loading")
+def load_quietly() -> None:
+    """What a command imports and loads from here on prints nothing of its own."""
     import_transformers()
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+
+
+def _loaded(model: str, dtype: str | None, options: DeviceOptions) -> Subject:
+    """Without the loader's own progress bars."""
+    begin("loading")
+    load_quietly()
     return load(model, dtype=dtype, **options.pick("device", "device_map", "revision", "trust_remote_code"))
 
 
@@ -275,6 +281,7 @@ def _facts(
             fingerprint=test.fingerprint,
             note="" if test_set is None else test_set.note,
             measure=context.measure,
+            available=len(test) if test_set is None else max(test_set.available, len(test)),
         ),
         settings=SettingsFacts(**chosen),
         metric=context.metric if own is None else content_id(own),
@@ -350,7 +357,8 @@ class Prepared:
                 forwards=forwards / sum(map(len, self.materials[0].encoded.sequences)),
             )
             ended = end_facts(options.output, full_paths=options.full_paths)
-            run = Run(**vars(self.facts), cost=spent, notes=(*store.damage(), *notes), **ended)
+            command = None if self.subject.loading is None else given_command(options, self.subject.source, self.facts)
+            run = Run(**vars(self.facts), cost=spent, notes=(*store.damage(), *notes), **ended, command=command)
         return run, found
 
     def _proposed(self, question: Question[C], store: Store, results: Results) -> list[Trial]:

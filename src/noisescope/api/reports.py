@@ -38,6 +38,7 @@ from noisescope.reports import words as words
 from noisescope.reports.document import Document
 from noisescope.reports.experiment import PhasesReport
 from noisescope.reports.markdown import to_markdown
+from noisescope.reports.next_steps import next_steps as next_steps
 from noisescope.reports.report_file import SUMMARY_FORMATS, SavedReport, drawn, read_report
 from noisescope.reports.report_file import Report as Report
 from noisescope.reports.report_file import schema as schema

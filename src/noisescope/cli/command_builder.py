@@ -27,6 +27,7 @@ from noisescope.cli.output import say
 from noisescope.cli.progress_display import ProgressDisplay
 from noisescope.errors import InvalidInput, MissingExtra
 from noisescope.options.base import CommandOptions
+from noisescope.options.command_line import OF_THIS_CALL
 from noisescope.options.device_commands import RecordOptions
 from noisescope.options.experiment_and_run_commands import PhasesOptions
 from noisescope.options.fields import Option, options_of
@@ -47,7 +48,6 @@ E = TypeVar("E", bound=ExecutionOptions)
 L = TypeVar("L", bound=LoadingOptions)
 M = TypeVar("M", bound=ReportModelOptions)
 COMMANDS: dict[str, tuple[type[CommandOptions], Callable[[Any], None]]] = {}  # all that were added, by name
-_OF_THIS_CALL = ("config", "json", "output", "quiet", "verbose", "dry_run")
 _NUMBER = re.compile(r"\d*\.?\d+(e-?\d+)?", re.IGNORECASE)
 
 
@@ -237,7 +237,7 @@ def _lacks_cuda() -> bool:
 
 def resumable_options(options: E) -> E:
     """The options of a run that `runs resume` can repeat from any folder."""
-    stored = {name: value for name, value in options.plain().items() if name not in _OF_THIS_CALL}
+    stored = {name: value for name, value in options.plain().items() if name not in (*OF_THIS_CALL, "output")}
     for key in ("model", "data", "calibration", "baseline", "held_out", "second_model", "second_data"):
         path = stored.get(key)
         if isinstance(path, str) and path != "demo" and Path(path).exists():

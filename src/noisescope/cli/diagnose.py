@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 from noisescope import api
 from noisescope.cli import command_builder, output
@@ -40,7 +41,8 @@ def diagnose_model(options: DiagnoseOptions) -> None:
         source = options.source() if options.calibration is None else options.calibration
         folder, count = options.output / "activations", options.calibration_samples
         api.records.save_activations(subject, source, folder, samples=count, max_tokens=options.max_tokens)
-    output.finish(report, options.output, output.print_summary, as_json=options.json, csv=options.csv)
+    show = partial(output.print_summary, options=options)
+    output.finish(report, options.output, show, as_json=options.json, csv=options.csv)
 
 
 def robustness_of_model(options: RobustnessOptions) -> None:
@@ -117,15 +119,15 @@ def run_demo(options: DemoOptions) -> None:
     announce("1. diagnosing the bundled model: 5 % noise in every operator, window of layers and channel")
 
     report = api.diagnosis.run_demo(options.output, announce, resumes=options.resumes)
-    output.finish(report, options.output, print_demo, as_json=options.json)
+    output.finish(report, options.output, partial(print_demo, options=options), as_json=options.json)
     if not options.json:
         seconds = time.perf_counter() - started
         say(f"\n{seconds:.0f} s in all. Open {options.output / 'report.html'} in a browser.")
 
 
-def print_demo(report: api.reports.Report) -> None:
+def print_demo(report: api.reports.Report, options: DemoOptions) -> None:
     """The findings, whether they held, what it cost."""
-    output.print_findings(report)
+    output.print_findings(report, options)
     print_check(report)
     output.print_cost(report)
 

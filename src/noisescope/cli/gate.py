@@ -31,6 +31,9 @@ def gate_model(options: GateOptions) -> None:
         say((folder / f"{options.template}.yml").read_text(encoding="utf-8"), nl=False)
         return
     subject, options = command_builder.load_model(options)
+    if options.dry_run:
+        say(str(api.gates.cost_of_gate(subject, options)))
+        return
     result = api.gates.gate(subject, options=command_builder.resumable_options(options))
     paths = []
     if options.junit is not None:
@@ -64,11 +67,5 @@ def print_verdict(result: api.gates.GateResult) -> None:
 
 
 def _change(row: api.gates.ScoreChange) -> str:
-    sides = " -> ".join(
-        "..." if one.value is None else f"{100 * one.value:.1f} %" for one in (row.baseline, row.candidate)
-    )
-    change, least = row.difference, row.smallest_detectable
-    ends = ", ".join("..." if end is None else f"{100 * end:+.1f}" for end in (change.low, change.high))
-    points = "..." if change.value is None else f"{100 * change.value:+.1f} points [{ends}]"
-    power = "no drop" if least is None else f"a drop of {100 * least:.1f} points"
-    return f"noise in {row.under_noise_in}: {sides} ({points}); {power} would have been detected"
+    sides = " -> ".join("..." if one.value is None else row.score(one.value) for one in (row.baseline, row.candidate))
+    return f"noise in {row.under_noise_in}: {sides} ({row.change}); {row.power} would have been detected"

@@ -5,15 +5,20 @@ Every text that a command shows goes through `say`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import typer
 
 from noisescope import api
+from noisescope.options.sensitivity import DemoOptions, DiagnoseOptions
+from noisescope.plain_text import aligned as aligned
 from noisescope.plain_text import one_line, visible
 
+TYPED_PATHS = ("model", "data", "calibration", "output")
+MOST_STEPS = 3
 LONGEST_LINE = 1000  # characters
 BEFORE_PRINTING: list[Callable[[], None]] = []  # called first: a progress bar makes room for text
 
@@ -68,20 +73,15 @@ def print_each(values: Iterable[object], prefix: str = "  ") -> None:
         say(f"{prefix}{value}")
 
 
-def aligned(rows: Sequence[Sequence[str]], indent: str = "") -> str:
-    """A table, its columns as wide as they need to be: a module's name is there to be copied, so it is never cut."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-    return "\n".join(f"{indent}{line}".rstrip() for line in lines)
-
-
-def print_summary(report: api.reports.Report) -> None:
+def print_summary(report: api.reports.Report, options: DiagnoseOptions | DemoOptions) -> None:
     """The first screen: risk, top findings, next step, what it cost."""
-    print_findings(report)
+    print_findings(report, options)
     print_cost(report)
 
 
-def print_findings(report: api.reports.Report) -> None:
+def print_findings(report: api.reports.Report, options: DiagnoseOptions | DemoOptions) -> None:
+    """With commands that name files as they were typed: a report cuts absolute paths."""
+    typed = {name: str(value) for name, value in vars(options).items() if name in TYPED_PATHS and value is not None}
     found = report.diagnosis
     summary, run = found.executive_summary, found.run
     say(f"{run.model.source}: {run.model.architecture}, {run.model.blocks} blocks, {run.device}")
@@ -99,6 +99,8 @@ def print_findings(report: api.reports.Report) -> None:
     if not summary.top_findings:
         say("nothing stands out")
     say(f"\nnext: {summary.next_step}")
+    for step in islice(api.reports.next_steps(found, typed), MOST_STEPS):
+        say(f"\n{step.words}\n  {step.text}")
 
 
 def print_cost(report: api.reports.Report) -> None:

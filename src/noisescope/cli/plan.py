@@ -177,6 +177,7 @@ def print_measured(plan: api.plans.PrecisionPlan) -> None:
             bits = f"{row.name:<18}{row.average_bits:>7.3f}  {row.predicted_mean_kl:<17.3g}"
             kl = f"{average.text:<30}  {typical.text:<30}"
             say(f"{bits}  {kl}  {score.text:<24}  {over.text}".rstrip())
+    say(api.plans.OVER_PLAN)
     if plan.random.n and plan.random.median_typical_kl:
         middle = f"median of their typical KL {plan.random.median_typical_kl:.4g}"
         say(f"{plan.random.n} random plans of the same bits: {middle}")
@@ -214,6 +215,7 @@ def print_kv_cache(plan: api.plans.KvCachePlan) -> None:
     for row in plan.layers[:MOST_MODULES]:
         kept = "16 bits" if row.keeps_16_bits else plan.question.format
         say(f"  layer {row.layer:<4} {row.nats:<9.3g} {row.evidence:<10} {kept}")
+    _say_more(len(plan.layers), "layer")
     if plan.data is None:
         say("not carried out: --verify measures it")
     else:
@@ -230,7 +232,14 @@ def print_kv_cache(plan: api.plans.KvCachePlan) -> None:
             for row in plan.rows
         ]
         say(output.aligned([head, *rows], "  "))
+        say(f"  {api.plans.OVER_PLAN}")
     output.print_each(plan.notes, "note: ")
+
+
+def _say_more(count: int, what: str) -> None:
+    """How many rows a list leaves out, and where they are."""
+    if count > MOST_MODULES:
+        say(f"  ... and {api.reports.counted(count - MOST_MODULES, f'more {what}')} (--json or --csv has all)")
 
 
 def plan_smoothquant(options: SmoothquantOptions) -> None:
@@ -262,6 +271,7 @@ def print_smoothing(result: api.plan_trials.SmoothingPlan) -> None:
         strength = "" if row.alpha is None else f", alpha {row.alpha:g}"
         measured = f"; error of the linears there: {gains}" if gains else ""
         say(f"  {row.component}: {row.max_ratio:.1f} x the median: {row.method}{strength}{measured}")
+    _say_more(len(result.recommendations), "module")
     output.print_each(result.notes, "note: ")
 
 

@@ -55,7 +55,7 @@ class ProgressDisplay:
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def __post_init__(self) -> None:
-        self._started = self._entered = self._last = self.clock()
+        self._started = self._entered = self._last = self._stepped = self.clock()
 
     def __enter__(self) -> ProgressDisplay:
         self._on_terminal = sys.stderr.isatty()
@@ -78,6 +78,7 @@ class ProgressDisplay:
             self._say_phase()
             self.phases = {phase.name: PhaseCount(phase.steps, phase.total) for phase in phases}
             self.total, self._started, self.name = sum(phase.total for phase in phases), self.clock(), ""
+            self._stepped = self._started
             self._draw()
 
     def begun(self, name: str, steps: int) -> None:
@@ -94,6 +95,7 @@ class ProgressDisplay:
             if name != self.name:
                 self.begun(name, 1)
             self._count(name).add(work)
+            self._stepped = self.clock()
             self._draw()
 
     def ended(self) -> None:
@@ -111,11 +113,18 @@ class ProgressDisplay:
 
     @property
     def seconds_left(self) -> float | None:
-        """By the speed so far; None as long as that is not known."""
+        """By the speed so far; None as long as that is not known, and where the last step takes longer than it should.
+
+        It falls while a step runs. A step that takes longer than its share leaves what comes after it.
+        """
         share = self.share
         if share is None or share < SURE:
             return None
-        return (self.clock() - self._started) * (1 - share) / share
+        count, spent = self._count(self.name), self.clock() - self._started
+        after = min(share + count.work / count.steps / self.total, 1.0)
+        at_last_step = (self._stepped - self._started) / share
+        left = max(at_last_step - spent, spent * (1 - after) / after)
+        return left if left >= 1 else None
 
     @property
     def step_text(self) -> str:

@@ -81,6 +81,8 @@ def compare_devices(options: CompareOptions) -> None:
     Of systems (ENGINE:MODEL) the divergence of the next token's distribution is split into semantics, state, operators,
     round-off and a remainder. Exit code 1 where they differ by more than round-off.
     """
+    if options.of_systems:
+        api.preparation.load_quietly()
     found = api.comparison.compare(options=options)
     output.emit(found, options, print_found)
     command_builder.exit_by(found.outcome, options)

@@ -196,7 +196,7 @@ def compare_two_runs(options: CompareRunsOptions) -> None:
     found = comparison.changes
     words = api.reports.run_changes
     say(f"A  {words.run_line(found.a)}\nB  {words.run_line(found.b)}")
-    say(f"asked differently: {', '.join(row.what for row in found.differs) or 'nothing'}")
+    say(f"asked differently: {', '.join(map(words.differing, found.differs)) or 'nothing'}")
     say(f"\nverdict: {words.verdict_line(found)}")
     for row in words.largest_changes(found.rows):
         say(f"  {words.change_line(row)}")

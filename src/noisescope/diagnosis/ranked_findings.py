@@ -225,6 +225,9 @@ def _loss_accounted_for(whole: Candidate, part: Candidate, excess: Excess) -> bo
 
 def _largest_part(whole: Candidate, part: Candidate) -> str:
     if whole.severity == NOT_RATED:
+        if part.effect.evidence != whole.effect.evidence:  # a share of a measurement is no prediction
+            how = "predicted" if part.effect.evidence == "predicted" else part.effect.evidence
+            return f"most of it in {part.target.name} ({how}: {part.effect.nats:.3g} nats per token)"
         share = min(part.effect.nats / whole.effect.nats, 1.0)
         return f"{percent(share, 0)} of it in {part.target.name}"
     return f"{part.target.name} alone: {percent(part.loss)} lost"

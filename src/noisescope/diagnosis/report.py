@@ -6,11 +6,12 @@ What may differ between two identical runs (times, versions, host) is under `run
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from noisescope.diagnosis.question import Question
 from noisescope.diagnosis.rows import LevelEffect
 from noisescope.diagnosis.section_types import Conclusions
+from noisescope.jsonform import ADDED, Json
 from noisescope.trials import Conditions
 
 SCHEMA_VERSION = 2  # 2: rows are typed, labels are decided by intervals, KL has a median and a mean
@@ -34,6 +35,7 @@ class DataFacts:
     fingerprint: str
     note: str
     measure: str
+    available: int | None = field(default=None, metadata=ADDED)  # samples that the source holds, counted to a thousand
 
 
 @dataclass(frozen=True)
@@ -82,8 +84,20 @@ class Cost:
 
 
 @dataclass(frozen=True)
+class GivenCommand:
+    """The command that asks the same: `options` are those that were chosen, as options/command_line.py writes them.
+
+    `cut` are the paths among them that lost all but their last part.
+    """
+
+    name: str
+    options: Mapping[str, Json]
+    cut: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Run(Asked):
-    """A finished run."""
+    """A finished run. `command` is None where no command line can ask it: a model or data from Python."""
 
     cost: Cost
     notes: tuple[str, ...]
@@ -91,6 +105,7 @@ class Run(Asked):
     versions: Mapping[str, str]
     host: str
     store: str | None
+    command: GivenCommand | None = field(default=None, metadata=ADDED)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -326,6 +326,10 @@ class DetectionLimit:
         now = (judgement.visible_element, judgement.visible_mean, judgement.visible_gain)
         before = self.sites.get(site, now)
         self.sites[site] = (min(before[0], now[0]), min(before[1], now[1]), min(before[2], now[2]))
+
+    def without(self, sites: Collection[Site]) -> DetectionLimit:
+        """Of the other sites: what a faulty one computes says nothing about what would have shown there."""
+        return DetectionLimit({site: found for site, found in self.sites.items() if site not in sites})
 
     def to_dict(self) -> dict[str, Any]:
         """As a dictionary, with None for what was undetectable (the mean of one row), because JSON has no infinity."""

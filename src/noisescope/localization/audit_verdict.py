@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from noisescope.errors import NothingInjected
-from noisescope.localization.audit_log import Alarm, AuditLog
+from noisescope.localization.audit_log import Alarm, AuditLog, DetectionLimit
 from noisescope.localization.call_tree import with_whole_modules
 from noisescope.localization.coverage import Cell, Coverage, NotJudged, Phase, Share
 from noisescope.localization.data_flow import Origin
@@ -49,9 +49,17 @@ def conclude(log: AuditLog, judged: JudgedModel | None = None) -> Verdict:
     coverage = Coverage() if judged is None else _coverage(log, judged)
     decided = not unseen and (judged is None or coverage.enough)
     verdict = "faulty" if suspects else "healthy" if decided else "undecided"
-    visible = {operator: limit.to_dict() for operator, limit in log.limits.items()}
+    visible = {operator: limit.to_dict() for operator, limit in _healthy_limits(log, suspects).items()}
     notes = tuple(_notes(log))
     return Verdict(verdict, "audit", suspects, visible, float(log.forwards), log.tests, notes, unseen, coverage)
+
+
+def _healthy_limits(log: AuditLog, suspects: Sequence[Suspect]) -> dict[str, DetectionLimit]:
+    """Without the suspects, and without the fused attention that holds one: their errors say nothing of a limit."""
+    blamed = {site for suspect in suspects for site in (suspect.site, *suspect.also)}
+    blamed |= {dataclasses.replace(site, operator=FUSED) for site in blamed}
+    limits = {operator: limit.without(blamed) for operator, limit in log.limits.items()}
+    return {operator: limit for operator, limit in limits.items() if limit.sites}
 
 
 # -- coverage

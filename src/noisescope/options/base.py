@@ -98,6 +98,9 @@ def from_keywords(cls: type[CommandOptions], keywords: Mapping[str, Any]) -> dic
     found: dict[str, Any] = {}
     for name, value in keywords.items():
         if name not in names:
+            typed = options_of(cls, "command").get(canonical_names(options_of(cls, "command").values()).get(name, ""))
+            if typed is not None and typed.python:
+                raise InvalidInput(f"{name} is an option of the command line. {typed.python}")
             raise unknown("keyword", name, [*allowed, "options"])
         if names[name] in found:
             raise InvalidInput(f"{names[name]} is given twice, once as {name}: keep one of them")

@@ -199,6 +199,7 @@ class LocateOptions(CheckingOptions, LoadingOptions, FileOptions, ProgressOption
         RecordOptions,
         "simulate",
         help="A fault to simulate and look for, such as dead_zone:0.3@10 or gain:0.01@3/linear.",
+        python='In Python call ns.locate inside the fault: with ns.faulty(subject.model, "gain:0.01@3/linear"): ...',
         surface="command",
     )
     # The flags of the original method notes' finder scripts: `simulated` is the text that they come to.

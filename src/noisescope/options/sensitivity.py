@@ -216,6 +216,7 @@ class GateOptions(
         None, "Folder that keeps every verdict, with a plot of the trend.", unit="DIR", stored=False
     )
     step: int | None = option(None, "The checkpoint's step, for the trend.")
+    dry_run: bool = changed(DiagnoseOptions, "dry_run")
     template: str | None = command_option(None, "Print a CI job and stop.", choices=TEMPLATES, stops=True)
 
 

@@ -233,12 +233,10 @@ def _clean_score(baseline: GateNumbers, candidate: GateNumbers, pairs: Pairs, li
         message = f"the change of the score is {stats.NOT_MEASURABLE}"
         return ScoreRow(name, UNDECIDED, message, limit)
     lowest = -limit * before
-    change_words = f"{100 * change.value:+.1f} points {span(change, '+.1f', 100)}"
-    smallest = found.smallest_detectable
-    power = "no drop" if smallest is None else f"a drop of {100 * smallest:.1f} points"
+    metric = "" if found.metric != "perplexity" else f"{metric_name(found.metric)} "
     message = (
-        f"{percent(before)} before, {percent(now)} now ({change_words}), limit {100 * lowest:+.1f} points; "
-        f"{power} would have been detected"
+        f"{metric}{found.score(before)} before, {found.score(now)} now ({found.change}), limit "
+        f"{found.points(lowest)}; {found.power} would have been detected"
     )
     return ScoreRow(name, at_least(change, lowest), message, limit)
 
@@ -253,7 +251,7 @@ def _change(baseline: GateNumbers, candidate: GateNumbers, name: str, pairs: Pai
         x, y = x[pairs[0]], y[pairs[1]]
         change = stats.difference(y, x)
         smallest = stats.smallest_detectable(x, y, power=POWER)
-    return ScoreChange(name, stats.mean(x), stats.mean(y), change, smallest)
+    return ScoreChange(name, stats.mean(x), stats.mean(y), change, smallest, candidate.metric)
 
 
 def _finite(baseline: GateNumbers, candidate: GateNumbers) -> GateRow:

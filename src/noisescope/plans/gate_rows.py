@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from noisescope.diagnosis.gate_baseline import CLEAN
-from noisescope.findings.finding import counted
+from noisescope.findings import percent
+from noisescope.findings.finding import counted, span
 from noisescope.findings.pass_fail import FAIL, UNDECIDED, Verdict, headline
+from noisescope.jsonform import ADDED
 from noisescope.stats import Estimate
 from noisescope.tables import Sheet, Table, Tabular
 
@@ -81,6 +83,31 @@ class ScoreChange:
     candidate: Estimate
     difference: Estimate
     smallest_detectable: float | None
+    metric: str = field(default="accuracy", metadata=ADDED)
+
+    @property
+    def _is_share(self) -> bool:
+        return self.metric != "perplexity"  # whose inverse is far below a percent
+
+    def score(self, value: float) -> str:
+        return percent(value) if self._is_share else f"{value:.3g}"
+
+    def points(self, value: float, sign: str = "+") -> str:
+        """A difference of scores."""
+        return f"{100 * value:{sign}.1f} points" if self._is_share else f"{value:{sign}.2g}"
+
+    @property
+    def change(self) -> str:
+        if self.difference.value is None:
+            return "..."
+        digits, scale = ("+.1f", 100) if self._is_share else ("+.2g", 1)
+        return f"{self.points(self.difference.value)} {span(self.difference, digits, scale)}"
+
+    @property
+    def power(self) -> str:
+        return (
+            "no drop" if self.smallest_detectable is None else f"a drop of {self.points(self.smallest_detectable, '')}"
+        )
 
 
 @dataclass(frozen=True)

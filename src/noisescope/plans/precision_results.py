@@ -38,6 +38,7 @@ from noisescope.trials import Results, Trial
 
 NEARLY_ALL = 0.99  # of the weights are planned: routers and short filters need no note
 LEVEL = 0.95
+OVER_PLAN = "KL over the plan's: the ratio of both, sample by sample on the same samples; below 1 it diverges less"
 Kind = Literal["plan", "uniform", "bit rule", "random"]
 
 
@@ -218,6 +219,7 @@ class PrecisionPlan(Tabular):
             return Sheet(title, tables, {"module": "module", "format": "format"}, lines)
         compared = Table.of(PlanRow, (row for row in self.rows if row.kind != "random"))
         heads = {"name": "plan", "average_bits": "bits", "kl_typical": "typical KL", "accuracy": "score"}
+        lines = (*lines[:2], f"{OVER_PLAN}.", *self.notes)
         return Sheet(title, tables, heads | {"over_plan": "KL over the plan's"}, lines, compared)
 
 

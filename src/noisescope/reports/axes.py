@@ -20,7 +20,7 @@ TURN = 50.0  # degrees: of labels that find no room side by side
 LABEL = 16  # letters of a label that are drawn; the tip has them all
 WIDEST = 48.0  # from bar to bar
 NARROW = 13.0  # from one turned label to the next
-LOG_RATIO = 100.0  # largest over smallest value: from here on a log scale
+LOG_RATIO = 30.0  # largest over smallest value: from here on a log scale
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from noisescope.diagnosis.report import Run
+from noisescope.diagnosis.report import Run, SettingsFacts
 from noisescope.findings import Finding
 from noisescope.findings.finding import counted
 from noisescope.reports import pictures
@@ -32,7 +32,15 @@ MOST_LIMITS = 4
 def facts(report: DiagnosisReport) -> Iterator[tuple[str, str]]:
     """Under the title: of what, on what, when, by which version."""
     question = report.run.settings.question
-    yield from run_facts(report.run, report.run.settings.perturbation if question is None else question.name)
+    yield from run_facts(report.run, noise_words(report.run.settings) if question is None else question.name)
+
+
+def noise_words(settings: SettingsFacts) -> str:
+    """ "Gaussian, 5 % of each number"; a perturbation of the caller's own as it prints itself."""
+    scale, shown = settings.noise_scale, settings.perturbation
+    if scale is None or shown != f"Gaussian(scale={scale!r}, relative_to='element')":
+        return shown
+    return f"Gaussian, {100 * scale:g} % of each number"
 
 
 def run_facts(run: Run, noise: str) -> Iterator[tuple[str, str]]:
@@ -103,7 +111,11 @@ def in_pictures(report: DiagnosisReport) -> Iterable[Section]:
 
 def _to_do(report: DiagnosisReport) -> Panel:
     steps = tuple(next_steps(report))[:MOST_STEPS]
-    return Panel("What to do", (Paragraph(report.executive_summary.next_step), *steps))
+    command = report.run.command
+    cut = () if command is None or not command.cut or not steps else (Paragraph(
+        f"Absolute paths are cut to their last part in a report: write out {', '.join(command.cut)}, or run the "
+        f"command where they lie."),)  # fmt: skip
+    return Panel("What to do", (Paragraph(report.executive_summary.next_step), *steps, *cut))
 
 
 def _certainty(report: DiagnosisReport) -> Panel:
@@ -113,12 +125,14 @@ def _certainty(report: DiagnosisReport) -> Panel:
 
 def _certain(report: DiagnosisReport) -> Iterator[str]:
     run, section, check = report.run, report.layer_analysis, report.check
-    seeds = counted(len(run.settings.seeds), "noise seed")
-    yield f"{run.data.samples} samples with {run.data.scored_tokens} scored tokens, {seeds}; intervals are 95 %."
+    rounded = run.settings.question is not None  # which draws nothing
+    seeds = "" if rounded else f", {counted(len(run.settings.seeds), 'noise seed')}"
+    yield f"{run.data.samples} samples with {run.data.scored_tokens} scored tokens{seeds}; intervals are 95 %."
     if section is not None and section.map:
         injected = sum(row.injected for row in section.map)
         others = "the others are predicted" if injected else "all are predicted"
-        yield f"Noise was injected into {injected} of {len(section.map)} cells of the map; {others}."
+        what = "The format was applied to" if rounded else "Noise was injected into"
+        yield f"{what} {injected} of {len(section.map)} cells of the map; {others}."
     if check is not None:
         rows = {row.role: row for row in check.windows if row.degradation is not None}
         if "warned" in rows and "least" in rows:

@@ -73,15 +73,20 @@ def draw_heat_map(heat: HeatMap) -> Drawing:
     if heat.strip:
         items += _strip(heat, centres, pitch, left, right)
         y += STRIP + 2 * LANE
-    items.append(Text(left, y + 11, short(f"{heat.title}, {heat.unit}", 90), size=11))
+    title = Text(left, y + 11, short(f"{heat.title}, {heat.unit}", 90), size=11)
+    items.append(title)
     y += LANE
     scale = scale_of(heat)
     for at, name in enumerate(heat.columns):
         items.append(Text(left - 8, y + CELL[1] * (at + 0.5) + 4, short(name, LABEL), "end"))
         items += [_cell(heat, row, at, scale, (centres[row], y + CELL[1] * at, pitch)) for row in range(len(heat.rows))]
     bottom = y + CELL[1] * len(heat.columns)
+    reach = left + text_width(
+        title.text, title.size
+    )  # names stand right below their points where the title ends before
+    beside = bool(others) and reach < centres[len(heat.rows)] - pitch / 2 - 8
     for x, bar in zip(centres[len(heat.rows) :], others, strict=True):
-        items.append(Text(x + 4, y + 2, short(bar.label, LABEL), "end", turn=90.0))
+        items.append(Text(x + 4, y + 2 - (LANE + LANE - 6) * beside, short(bar.label, LABEL), "end", turn=90.0))
     labels, height = labels_below(centres[: len(heat.rows)], heat.rows, bottom, left)
     foot = _ramp(heat, scale, left, bottom + height + 4)
     return Drawing(max(right + RIGHT, reach_of(foot)), foot_of(foot), heat.title, (*items, *labels, *foot))

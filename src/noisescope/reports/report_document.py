@@ -45,14 +45,15 @@ def document_of(report: DiagnosisReport | Robustness | Roundoff) -> Document:
         noise = f"levels {', '.join(f'{row.noise_level:g}' for row in report.robustness.levels)}"
         sections = [robustness(report.robustness, run_metric(report.run)), method(report.run, diverging=False)]
         sections += limits(report.could_not_see)
-        return Document(TITLE, tuple(run_facts(report.run, noise)), tuple(sections), report.run.finished)
+        top = tuple(run_facts(report.run, noise))
+        return Document(TITLE, top, tuple(sections), report.run.finished, run_command(report.run))
     first = (summary, in_pictures, recommendations)
     advice = (plans.migration, plans.precision, plans.check, plans.locate)
     evidence = (analysis.operators, analysis.layers, analysis.channels, analysis.formats, analysis.metrics)
     last = (analysis.correlations, risk_scores, point_rules)
     sections = [section for part in (*first, *advice, *evidence, *last) for section in part(report)]
     sections += [method(report.run, diverging=True), *limits(report.could_not_see)]
-    return Document(TITLE, tuple(facts(report)), tuple(sections), report.run.finished, run_command(report))
+    return Document(TITLE, tuple(facts(report)), tuple(sections), report.run.finished, run_command(report.run))
 
 
 def recommendations(report: DiagnosisReport) -> Iterable[Section]:

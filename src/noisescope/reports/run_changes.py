@@ -8,7 +8,15 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
-from noisescope.diagnosis.change_rows import LOWER_IS_BETTER, UNCHANGED, ChangeRow, ComparedRuns, RunChanges, RunFacts
+from noisescope.diagnosis.change_rows import (
+    LOWER_IS_BETTER,
+    UNCHANGED,
+    AskedDifferently,
+    ChangeRow,
+    ComparedRuns,
+    RunChanges,
+    RunFacts,
+)
 from noisescope.diagnosis.rows import SIGNIFICANT
 from noisescope.findings import finding
 from noisescope.jsonform import Json
@@ -19,6 +27,7 @@ from noisescope.reports.words import SHARES, cell, described, estimate, metric_n
 from noisescope.stats import Estimate
 from noisescope.tables import Sheet, Table
 
+LONGEST = 40  # characters of a setting in a line
 LARGEST = 5  # changes named on the first screen
 FEW = 3  # bars; fewer are read off the table
 _TONES = {"worse": "critical", "better": "low", "not measurable": "unsure"}
@@ -240,6 +249,12 @@ def _method(found: RunChanges) -> Section:
         "detectable difference would have been found in four of five such runs."
     )
     return Section("method", "Method", (Paragraph(explained),))
+
+
+def differing(row: AskedDifferently) -> str:
+    """ "settings.noise_scale (A 0.05, B 0.1)"; the name alone of what is long."""
+    a, b = _listed(row.a), _listed(row.b)
+    return row.what if max(len(a), len(b)) > LONGEST else f"{row.what} (A {a}, B {b})"
 
 
 def _listed(value: Json) -> str:

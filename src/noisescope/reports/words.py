@@ -30,8 +30,10 @@ METRICS = {
 
 
 def table(key: str, head: Iterable[str], rows: Iterable[Iterable[object]], caption: str = "") -> Table:
-    """A table whose cells are made from values by their types."""
-    return Table(key, tuple(head), tuple(tuple(map(cell, row)) for row in rows), caption)
+    """A table whose cells are made from values by their types. A column without any text is left out."""
+    names, cells = tuple(head), [tuple(map(cell, row)) for row in rows]
+    kept = [at for at in range(len(names)) if not cells or any(row[at].text for row in cells)]
+    return Table(key, tuple(names[at] for at in kept), tuple(tuple(row[at] for at in kept) for row in cells), caption)
 
 
 def cell(value: object) -> Cell:
@@ -120,9 +122,13 @@ def point_band(name: str) -> Cell:
 
 
 def band_of(row: Effect) -> Cell:
-    """The one band of a row; where its interval reaches into another, both, coloured as the one that is certain."""
+    """The one band of a row; where its interval reaches into another, both, coloured as the one that is certain.
+
+    No loss is certain, and none excluded, where that is the lowest: then it has the colour of the undecided.
+    """
     if row.borderline:
-        return Cell(f"{row.band} to {row.band_upper} (borderline)", tone=tone(row.band))
+        certain = tone(row.band)
+        return Cell(f"{row.band} to {row.band_upper} (borderline)", tone="unsure" if certain == "low" else certain)
     return band(row.band)
 
 
