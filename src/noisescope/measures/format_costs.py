@@ -150,12 +150,12 @@ class FormatScreen(GradientScreen):
         return operator == "linear" and is_planned(unit)
 
     def read_gradient(self, call: RecordedCall, y: Tensor) -> None:
-        site, module, x = call.site, call.callee, call.tensors[0].detach()
+        site, module = call.site, call.callee
 
-        def add(gradient: Tensor) -> None:
+        def add(gradient: Tensor, x: Tensor) -> None:
             self.recorded.append((site, self._predicted(linear_weight(module), x, gradient)))
 
-        y.register_hook(add)  # type: ignore[no-untyped-call]
+        self.on_gradient(call, y, (call.tensors[0],), add)
 
     def _predicted(self, weight: Tensor, x: Tensor, g: Tensor) -> Tensor:
         """Predicted KL of each sample and format [B, formats]; x [B, T, in] or [B * T, in], g likewise with out."""

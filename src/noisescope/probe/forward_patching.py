@@ -371,7 +371,8 @@ class ModelScope:
             return self.new_context()
         self._claim(forward=False)
         place = wrapper.block if wrapper.block is not None else next(iter(wrapper.targets), None)
-        if self._recalled is None or self._recalled.rows is not rows or self._recalled.place != place:
+        again = wrapper.block is not None  # a whole block from its start, even if the last one was the same block
+        if again or self._recalled is None or self._recalled.rows is not rows or self._recalled.place != place:
             self._recalled = Context(rows, place, recomputing=True, grad=True)
         return self._recalled
 

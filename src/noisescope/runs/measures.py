@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from noisescope.data import generation
 from noisescope.data.answers import answers_match
@@ -19,6 +20,7 @@ from noisescope.measures.format_screen import QuestionScreen
 from noisescope.model.anatomy import linear_weight
 from noisescope.probe.capture import Capture
 from noisescope.probe.inject import Probe, inject
+from noisescope.probe.recomputation import Recomputing
 from noisescope.probe.watch import selected_by
 from noisescope.runs.batches import CHOICE, SampleScores
 from noisescope.sites import Site, place_order
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from noisescope.runs.trial_runner import Finish, TrialRunner
 
 SCREEN_PARTS = 9  # a slice is screened in so many batches: gradients need every activation at once
+LOSS_LOGITS = 1 << 26  # logits whose loss is computed in float32 at once
 FORMAT_SAMPLES = 8  # rounding errors are projected on the gradients of so many samples at once
 
 
@@ -272,7 +275,7 @@ def gradients(runner: TrialRunner, trial: Trial) -> Result:
     from noisescope.measures.curvature import gradient_norms
 
     loss, rows = _loss(runner, trial)
-    with _injecting(runner, trial) as probe:
+    with _injecting(runner, trial) as probe, Recomputing(runner.model, runner.anatomy):
         if probe is not None:
             probe.rows(rows)
         norms = gradient_norms(runner.model, loss, _block_parameters(runner))
@@ -291,10 +294,18 @@ def _loss(runner: TrialRunner, trial: Trial) -> tuple[Callable[[Any], Tensor], T
 
     def loss(model: Any) -> Tensor:
         logits = runner.forward(batches[0])
-        picked = logits.index_select(0, piece.scored.to(logits.device))
-        return torch.nn.functional.cross_entropy(picked.float(), piece.targets.to(picked.device))
+        scored, targets = piece.scored.to(logits.device), piece.targets.to(logits.device)
+        step = max(1, LOSS_LOGITS // logits.shape[1])
+        parts = zip(torch.split(scored, step), torch.split(targets, step), strict=True)
+        losses = [checkpoint(_summed_loss, logits, *part, use_reentrant=False) for part in parts]
+        return torch.stack(losses).sum() / len(scored)
 
     return loss, batches[0].rows
+
+
+def _summed_loss(logits: Tensor, rows: Tensor, targets: Tensor) -> Tensor:
+    """Of some rows; computed again in backward, for its float32 copies are larger than the logits."""
+    return torch.nn.functional.cross_entropy(logits.index_select(0, rows).float(), targets, reduction="sum")
 
 
 def _block_parameters(runner: TrialRunner) -> dict[str, list[torch.nn.Parameter]]:
