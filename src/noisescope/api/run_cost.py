@@ -164,13 +164,13 @@ def available_memory(device: torch.device) -> int | None:
 def _forwards(context: StudyContext, trial: Trial, anatomy: Anatomy, *, reuse: bool) -> float:
     """Full forwards a trial costs each of its samples."""
     if trial.measure == "screen":
-        return 1.5 + 1.2 * float(trial.settings["draws"])  # attention is decomposed everywhere
+        return 1.5 + 2.4 * float(trial.settings["draws"])  # attention is decomposed everywhere, blocks run twice
     if trial.measure == "curvature":
         return _HESSIAN * float(trial.settings["probes"])
     if trial.measure == "formats":  # one more product of every linear for each format
-        return 1.0 + float(trial.settings["draws"]) * (1.0 + len(trial.settings["formats"]))
+        return 1.0 + float(trial.settings["draws"]) * (2.0 + len(trial.settings["formats"]))
     if trial.measure == "gradients":
-        return 3.0
+        return 4.0
     if trial.injection is None or trial.measure != "score" or not reuse:
         return 1.0
     return 1 - first_noisy_block(trial.injection, anatomy) / (context.blocks + 1)

@@ -200,7 +200,8 @@ def _send_gradients(
             scored, keys = batch.whole.scored.to(logits.device), batch.whole.keys.to(logits.device)
             scope.score(logits, scored, keys, draws=draws, seed=seed)
             del logits
-            runner.forwards += len(batch.ids) * (1 + draws)  # a backward through activations alone costs a forward
+            # A backward through activations alone costs a forward, and computes the blocks again, which costs another.
+            runner.forwards += len(batch.ids) * (1 + 2 * draws)
             np.add.at(tokens, batch.whole.owners.cpu().numpy(), 1.0)
     return samples, tokens
 
