@@ -254,7 +254,7 @@ def part_host(shape: str, options: argparse.Namespace) -> dict[str, Any]:
     from noisescope.model.streaming import stream_blocks
 
     model = built(shape, options.device).to("cpu")  # made on the device: a host draws slowly
-    return streamed(ns.wrap(stream_blocks(model, torch.device(options.device))), options)
+    return streamed(ns.wrap(stream_blocks(model, torch.device(options.device), pin=True)), options)
 
 
 def part_disk(shape: str, options: argparse.Namespace) -> dict[str, Any]:

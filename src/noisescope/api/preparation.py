@@ -93,7 +93,7 @@ def _loaded(model: str, dtype: str | None, options: DeviceOptions) -> Subject:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    return load(model, dtype=dtype, **options.pick("device", "device_map", "revision", "trust_remote_code"))
+    return load(model, dtype=dtype, **options.pick("device", "device_map", "stream", "revision", "trust_remote_code"))
 
 
 def encode_data(

@@ -150,12 +150,12 @@ class FormatScreen(GradientScreen):
         return operator == "linear" and is_planned(unit)
 
     def read_gradient(self, call: RecordedCall, y: Tensor) -> None:
-        site, module = call.site, call.callee
+        site = call.site
 
-        def add(gradient: Tensor, x: Tensor) -> None:
-            self.recorded.append((site, self._predicted(linear_weight(module), x, gradient)))
+        def add(gradient: Tensor, x: Tensor, weight: Tensor) -> None:
+            self.recorded.append((site, self._predicted(weight, x, gradient)))
 
-        self.on_gradient(call, y, (call.tensors[0],), add)
+        self.on_gradient(call, y, (call.tensors[0], linear_weight(call.callee)), add)
 
     def _predicted(self, weight: Tensor, x: Tensor, g: Tensor) -> Tensor:
         """Predicted KL of each sample and format [B, formats]; x [B, T, in] or [B * T, in], g likewise with out."""

@@ -18,6 +18,7 @@ from noisescope.options.fields import (
     DTYPES,
     EXECUTORS,
     METRICS,
+    STREAMS,
     TORCH_DEVICES,
     argument,
     changed,
@@ -166,6 +167,12 @@ class DeviceOptions(CommandOptions):
     )
     device_map: str | None = command_option(
         None, "accelerate's device map, such as auto, for a model larger than a device.", unit="M"
+    )
+    stream: str | None = command_option(
+        None,
+        "For a model larger than the device: keep weights in the host's memory or in the checkpoint's files, and copy "
+        "them block by block.",
+        choices=STREAMS,
     )
     dtype: str | None = command_option(
         None, "Number format of the weights.", unit="T", choices=DTYPES, default_text=DTYPE_DEFAULT
