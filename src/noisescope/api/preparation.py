@@ -371,7 +371,7 @@ class Prepared:
     def _executor(self, options: ExecutionOptions) -> Iterator[tuple[Executor, Callable[[], tuple[float, list[str]]]]]:
         """What runs the trials while it is open, and afterwards what that cost: here, or on Ray."""
         if options.executor == "local":
-            with TrialRunner(self.subject, self.materials, metric=self.metric) as runner:
+            with TrialRunner(self.subject, self.materials, metric=self.metric, memory=options.memory) as runner:
                 yield LocalExecutor(runner), lambda: (runner.forwards, list(runner.notes))
             return
         from noisescope.runs.ray_executor import on_ray

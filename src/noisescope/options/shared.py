@@ -299,6 +299,13 @@ class ExecutionOptions(CommandOptions):
     address: str | None = option(
         None, "With executor ray: address of the cluster.", unit="A", default_text="a local cluster", stored=False
     )
+    memory: float | None = option(
+        None,
+        "Memory of the device for activations and results, beside the weights: samples run at once as it allows.",
+        unit="GIB",
+        above=0,
+        default_text="what is free, less a tenth",
+    )
     retry_failed: bool = option(False, "Run trials again that failed before.")
     full_paths: bool = option(False, "Keep absolute paths and the host's name in the report, for internal use.")
     progress: Any = option(None, "An object with wave(trials) and step(trial, result, seconds).", surface="python",

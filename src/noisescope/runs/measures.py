@@ -193,7 +193,7 @@ def _send_gradients(
     samples = runner.materials[trial.slice.data].samples(trial.slice)
     tokens = np.zeros(len(samples))
     with scope, torch.enable_grad():
-        for batch in runner.batches(trial.slice, size=size, whole=True):
+        for batch in runner.gradient_batches(trial.slice, size):
             scope.samples = batch.rows
             scope.tokens = torch.bincount(batch.whole.sequences, minlength=len(batch.ids))
             logits = runner.forward(batch)
@@ -216,9 +216,10 @@ def capture_channels(runner: TrialRunner, trial: Trial) -> Result:
     assert trial.injection is not None
     scope = Capture(runner.model, selected_by(trial.injection), anatomy=runner.anatomy, quantiles=True)
     count = part.stop - part.start
+    fits = runner.room.forwards(runner.longest(part), 0)
     stride = -(-count // int(trial.settings.get("quantile_samples", 128)))
     with scope as captured, torch.no_grad():
-        for batch in runner.batches(part, size=int(trial.settings.get("batch", 16)), whole=True):
+        for batch in runner.batches(part, size=min(int(trial.settings.get("batch", 16)), fits or count), whole=True):
             real = torch.arange(batch.ids.shape[1])[None, :] < batch.lengths[:, None]  # no padding
             scope.tokens(real.to(batch.ids.device))
             scope.quantile_rows((batch.rows % CHOICE) % stride == 0)
@@ -288,9 +289,10 @@ def _loss(runner: TrialRunner, trial: Trial) -> tuple[Callable[[Any], Tensor], T
 
     A second derivative is of all samples at once: a part of them would be another number.
     """
-    batches = runner.batches(trial.slice, whole=True)
+    part = trial.slice
+    batches = runner.gradient_batches(part, part.stop - part.start)
     if len(batches) != 1:
-        raise InvalidInput("out of memory: gradients and curvature need all their samples in one batch")
+        raise InvalidInput("gradients and curvature need all their samples in one batch: give them more --memory")
     piece = batches[0].whole
 
     def loss(model: Any) -> Tensor:
