@@ -278,8 +278,15 @@ def streamed(subject: ns.Subject, options: argparse.Namespace) -> dict[str, Any]
         batches = data(subject.model, options.samples, options.tokens)
         progress = ByMeasure()
         started = time.perf_counter()
+        resident = torch.cuda.memory_allocated() / GIB if torch.cuda.is_available() else 0.0
         report = api.diagnose(
-            subject, batches, samples=options.samples, metric="agreement", effort="screen", progress=progress
+            subject,
+            batches,
+            samples=options.samples,
+            metric="agreement",
+            effort="screen",
+            progress=progress,
+            memory=0.85 * (options.gib - resident),  # the limit of this process is not what the device has free
         )
         wait()
         progress.read_peak()

@@ -14,6 +14,7 @@ from noisescope.model.anatomy import dissect
 from noisescope.model.loading import wrap
 from noisescope.model.streaming import stream_blocks
 from noisescope.probe.noise import Gaussian
+from noisescope.runs import measures
 from noisescope.runs.batches import Material
 from noisescope.runs.memory import GIB, GRADIENTS, Room, footprint, free_memory
 from noisescope.runs.trial_runner import TrialRunner, conditions
@@ -21,9 +22,8 @@ from noisescope.testing import tiny_model
 from noisescope.trials import Slice, Trial
 
 TOKENS = torch.randint(1, 60, (12, 16), generator=torch.Generator().manual_seed(1))
-DATA = Material(
-    Encoded(tuple((Sequence(i, tuple(row.tolist()), 1, 1),) for i, row in enumerate(TOKENS)), 0, 192), "text"
-)
+GROUPS = tuple((Sequence(i, tuple(row.tolist()), 1, 1),) for i, row in enumerate(TOKENS))
+DATA = Material(Encoded(GROUPS, 0, TOKENS.numel()), "text")
 CPU = torch.device("cpu")
 
 
@@ -65,7 +65,10 @@ def test_samples_by_memory() -> None:
 
 
 @pytest.mark.parametrize(("measure", "settings"), [("score", {}), ("screen", {"draws": 1, "seed": 0}), ("capture", {})])
-def test_a_smaller_memory_gives_smaller_batches_and_the_same_numbers(measure: str, settings: dict[str, Any]) -> None:
+def test_a_smaller_memory_gives_smaller_batches_and_the_same_numbers(
+    measure: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measures, "SCREEN_PARTS", 1)
     plenty, first = run(measure, None, **settings)
     scarce, second = run(measure, 1e-4, **settings)  # 107 KB
     assert not [note for note in first.notes if "GiB" in note]
