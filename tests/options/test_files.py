@@ -67,6 +67,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "metric": st.sampled_from(["accuracy", "agreement"]),
     "executor": st.sampled_from(["local", "ray"]),
     "dtype": st.sampled_from(["float32", "bf16"]),
+    "stream": st.sampled_from(["host", "disk"]),
     "model": st.sampled_from(["demo", "tiny:llama", "./src"]),
     "data": st.just("pyproject.toml"),
     "calibration": st.just("README.md"),

@@ -99,7 +99,7 @@ def _loaded(model: str, dtype: str | None, options: DeviceOptions) -> Subject:
     """Without the loader's own progress bars."""
     begin("loading")
     load_quietly()
-    return load(model, dtype=dtype, **options.pick("device", "device_map", "revision", "trust_remote_code"))
+    return load(model, dtype=dtype, **options.pick("device", "device_map", "stream", "revision", "trust_remote_code"))
 
 
 def encode_data(
@@ -379,7 +379,7 @@ class Prepared:
     def _executor(self, options: ExecutionOptions) -> Iterator[tuple[Executor, Callable[[], tuple[float, list[str]]]]]:
         """What runs the trials while it is open, and afterwards what that cost: here, or on Ray."""
         if options.executor == "local":
-            with TrialRunner(self.subject, self.materials, metric=self.metric) as runner:
+            with TrialRunner(self.subject, self.materials, metric=self.metric, memory=options.memory) as runner:
                 yield LocalExecutor(runner), lambda: (runner.forwards, list(runner.notes))
             return
         from noisescope.runs.ray_executor import on_ray

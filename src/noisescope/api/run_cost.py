@@ -9,16 +9,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from noisescope.diagnosis.context import StudyContext
 from noisescope.errors import InvalidInput
 from noisescope.model.anatomy import Anatomy
 from noisescope.probe.prefix import first_noisy_block
+from noisescope.runs.memory import free_memory
 from noisescope.runs.trial_runner import Clean, TrialRunner
 from noisescope.trials import Result, Results, Slice, Trial, missing
 
@@ -145,34 +144,21 @@ def estimate(runner: TrialRunner, context: StudyContext, propose: Propose) -> Co
     """Play the diagnosis through; time one sample."""
     sample = time_sample(runner, context)
     planned = plan_trials(context, propose, runner.anatomy, reuse=bool(runner.reuse))
-    return replace(cost_of(planned, context, sample), available=available_memory(runner.device))
-
-
-def available_memory(device: torch.device) -> int | None:
-    """Bytes that are free on a device; None where that is not known."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    if device.type != "cpu":
-        return None
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-        return 1024 * int(next(line.split()[1] for line in lines if line.startswith("MemAvailable")))
-    except (OSError, StopIteration, ValueError):
-        return None
+    return replace(cost_of(planned, context, sample), available=free_memory(runner.device))
 
 
 def _forwards(context: StudyContext, trial: Trial, anatomy: Anatomy, *, reuse: bool) -> float:
     """Full forwards a trial costs each of its samples."""
     if trial.measure == "screen":
-        return 1.5 + 1.2 * float(trial.settings["draws"])  # attention is decomposed everywhere
+        return 1.5 + 2.4 * float(trial.settings["draws"])  # attention is decomposed everywhere, blocks run twice
     if trial.measure == "curvature":
         return _HESSIAN * float(trial.settings["probes"])
     if trial.measure == "formats":  # one more product of every linear for each format
-        return 1.0 + float(trial.settings["draws"]) * (1.0 + len(trial.settings["formats"]))
+        return 1.0 + float(trial.settings["draws"]) * (2.0 + len(trial.settings["formats"]))
     if trial.measure == "format_slopes":
         return 4.0
     if trial.measure == "gradients":
-        return 3.0
+        return 4.0
     if trial.injection is None or trial.measure != "score" or not reuse:
         return 1.0
     return 1 - first_noisy_block(trial.injection, anatomy) / (context.blocks + 1)

@@ -167,12 +167,30 @@ def parameter_fisher(
 
 
 def gradient_norms(model: nn.Module, loss_fn: Loss, groups: Groups) -> dict[str, float]:
-    """The L2 norm of the gradient of loss_fn(model) in each group of parameters; `.grad` is neither used nor set."""
+    """The L2 norm of the gradient of loss_fn(model) in each group of parameters; `.grad` is as it was afterwards.
+
+    Each gradient is let go as soon as its norm is known, so that they never take the memory of a second model.
+    """
     members = _members(groups)
-    with _only_these_learn(model, members):
-        slopes = dict(zip(members, _gradients(loss_fn(model), members), strict=True))
-    norms = {p: float(torch.linalg.vector_norm(g, dtype=torch.float32)) for p, g in slopes.items()}
-    return {name: math.hypot(*(norms[p] for p in dict.fromkeys(group))) for name, group in groups.items()}
+    before, norms, handles = {p: p.grad for p in members}, dict[nn.Parameter, Tensor](), []
+
+    def take(p: nn.Parameter) -> None:
+        norms[p] = torch.linalg.vector_norm(p.grad, dtype=torch.float32)
+        p.grad = None
+
+    try:
+        with _only_these_learn(model, members):
+            for p in members:
+                p.grad = None
+                handles.append(p.register_post_accumulate_grad_hook(take))  # type: ignore[no-untyped-call]
+            _checked(loss_fn(model)).backward()  # type: ignore[no-untyped-call]
+    finally:
+        for handle in handles:
+            handle.remove()
+        for p, gradient in before.items():
+            p.grad = gradient
+    found = {p: float(norm) for p, norm in norms.items()}
+    return {name: math.hypot(*(found.get(p, 0.0) for p in dict.fromkeys(group))) for name, group in groups.items()}
 
 
 def _shared_probes(slopes: Slopes, probes: int, generators: Mapping[torch.device, torch.Generator]) -> Slopes:
@@ -209,13 +227,18 @@ def _flat_product(slopes: Slopes) -> MatVec:
 def _gradients(
     loss: Tensor, members: list[nn.Parameter], *, create_graph: bool = False, retain: bool = False
 ) -> Sequence[Tensor]:
+    keep = retain or create_graph
+    loss = _checked(loss)
+    return torch.autograd.grad(loss, members, None, keep, create_graph, allow_unused=True, materialize_grads=True)
+
+
+def _checked(loss: Tensor) -> Tensor:
     if loss.dim() != 0 or not loss.requires_grad:
         raise InvalidInput(
             f"the loss must be a scalar with a gradient, got shape {tuple(loss.shape)}, requires_grad="
             f"{loss.requires_grad}: return the mean loss of a forward without no_grad or detach"
         )
-    keep = retain or create_graph
-    return torch.autograd.grad(loss, members, None, keep, create_graph, allow_unused=True, materialize_grads=True)
+    return loss
 
 
 def _samples(batches: Iterable[Batch]) -> Iterator[Tensor | dict[str, Tensor]]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -32,6 +32,7 @@ from noisescope.model.forwards import evaluating
 from noisescope.probe.draws import mix64, wide_window
 from noisescope.probe.forward_patching import unwrap
 from noisescope.probe.noise import Gaussian, Uniform
+from noisescope.probe.recomputation import Recomputing, kept
 from noisescope.probe.watch import RecordedCall, watch
 from noisescope.sites import FUSED, Site
 
@@ -86,6 +87,7 @@ class GradientScreen:
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as entered:
             entered.enter_context(self._scope)
+            entered.enter_context(Recomputing(self.model, self._scope.anatomy))
             entered.enter_context(evaluating(self.model))
             entered.enter_context(_frozen(self.model))
             self._scopes = entered.pop_all()
@@ -102,8 +104,14 @@ class GradientScreen:
         raise NotImplementedError
 
     def read_gradient(self, call: RecordedCall, y: Tensor) -> None:
-        """Register what to do with the gradient of a call's output y."""
+        """Register what to do with the gradient of a call's output y, by `on_gradient`; also in a recomputation."""
         raise NotImplementedError
+
+    def on_gradient(self, call: RecordedCall, y: Tensor, needed: tuple[Tensor, ...], act: Callable[..., None]) -> None:
+        """In backward, act(gradient of y, *needed); what is needed is not held until then."""
+        given = kept(call.unit, *needed)
+        if not call.context.recomputing:  # only the first forward's graph is gone through
+            y.register_hook(lambda gradient: act(gradient, *given()))  # type: ignore[no-untyped-call]
 
     def take_in(self) -> None:
         """Process the result of one backward."""
@@ -120,7 +128,7 @@ class GradientScreen:
         if begins:
             y = y.detach().requires_grad_(True)
             self.starts.append(y)
-        if y.requires_grad and not call.context.recomputing and self.reads(call.unit, call.operator):
+        if y.requires_grad and self.reads(call.unit, call.operator):
             self.read_gradient(call, y)
         if not begins:
             return None
@@ -183,17 +191,17 @@ class Screen(GradientScreen):
         return self.where.selects(unit.site(operator))
 
     def read_gradient(self, call: RecordedCall, y: Tensor) -> None:
-        site, value, version = call.site, y.detach(), y._version
+        site, version = call.site, y._version
         unit, by_head = call.unit, call.by_head  # not the call: it holds y, and y would hold itself through the hook
 
-        def add(gradient: Tensor) -> None:
+        def add(gradient: Tensor, value: Tensor) -> None:
             if value._version != version:  # its square would be that of another number
                 self.lost.add(site)
             else:
                 squares = _squares(self.where.perturbation_at(site), value, gradient)
                 self.recorded.append((site, self._by_sample(squares, unit, by_head=by_head)))
 
-        y.register_hook(add)  # type: ignore[no-untyped-call]
+        self.on_gradient(call, y, (y,), add)
 
     def _by_sample(self, squares: Tensor, unit: Unit, *, by_head: bool) -> Tensor:
         """Squares summed over the tokens of each sample, [B, C]."""

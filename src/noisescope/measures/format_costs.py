@@ -180,7 +180,7 @@ class FormatScreen(GradientScreen):
         return operator == "linear" and is_planned(unit)
 
     def read_gradient(self, call: RecordedCall, y: Tensor) -> None:
-        weight, x, site = call.weight, call.tensors[0].detach(), call.unit.site("linear")
+        weight, site = call.weight, call.unit.site("linear")
         if weight is None:
             return
         multiply = _one_matrix
@@ -193,10 +193,10 @@ class FormatScreen(GradientScreen):
                 multiply = functools.partial(_by_expert, ends=ends)
         self.inputs[site] = math.gcd(self.inputs.get(site, 0), weight.shape[-1])
 
-        def add(gradient: Tensor) -> None:
+        def add(gradient: Tensor, x: Tensor, weight: Tensor) -> None:
             self.recorded.append((site, self._predicted(weight, x, gradient, multiply)))
 
-        y.register_hook(add)  # type: ignore[no-untyped-call]
+        self.on_gradient(call, y, (call.tensors[0], weight), add)
 
     def _predicted(self, weight: Tensor, x: Tensor, g: Tensor, multiply: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """Predicted KL of each sample and format [B, formats]; x [B, T, in] or [B * T, in], g likewise with out."""

@@ -74,21 +74,17 @@ class QuestionScreen(GradientScreen):
         if self.of_cache:
             self._read_cached(call)
             return
-        module = call.callee
         if call.operator == "embedding":
-            error = self._table_error(call)
-            self._on_gradient(call.site, y, lambda: error)
+            self._project(call, call.site, y, (self._table_error(call),), lambda error: error)
             return
-        x = call.tensors[0].detach()
         on_weights = self.where.tensor == "weight"
 
-        def linear_error() -> Tensor:
-            weight = linear_weight(module)
+        def linear_error(x: Tensor, weight: Tensor) -> Tensor:
             if on_weights:
                 return x.float() @ (quantise(weight, self.format, weight=True).float() - weight.float()).T
             return (quantise(x, self.format).float() - x.float()) @ weight.float().T
 
-        self._on_gradient(call.site, y, linear_error)
+        self._project(call, call.site, y, (call.tensors[0], linear_weight(call.callee)), linear_error)
 
     def _table_error(self, call: RecordedCall) -> Tensor:
         """What an embedding gives from its rounded table, less what it gives: some scale their rows."""
@@ -110,22 +106,32 @@ class QuestionScreen(GradientScreen):
             if not self.where.selects(site) or not tensor.requires_grad:
                 continue
             turned = name == "keys" and call.operator != FUSED
-            stored = tensor.detach().transpose(-1, -2) if turned else tensor.detach()
 
-            def cached_error(stored: Tensor = stored) -> Tensor:
+            def cached_error(tensor: Tensor, turned: bool = turned) -> Tensor:
+                stored = tensor.transpose(-1, -2) if turned else tensor
                 return quantise(stored, self.format).float() - stored.float()
 
-            self._on_gradient(site, tensor, cached_error, turned=turned, by_head=True)
+            self._project(call, site, tensor, (tensor,), cached_error, turned=turned, by_head=True)
 
-    def _on_gradient(
-        self, site: Site, y: Tensor, error: Callable[[], Tensor], *, turned: bool = False, by_head: bool = False
+    def _project(
+        self,
+        call: RecordedCall,
+        site: Site,
+        y: Tensor,
+        needed: tuple[Tensor, ...],
+        error: Callable[..., Tensor],
+        *,
+        turned: bool = False,
+        by_head: bool = False,
     ) -> None:
-        def add(gradient: Tensor) -> None:
+        """In backward, project error(*needed) on the gradient of y."""
+
+        def add(gradient: Tensor, *given: Tensor) -> None:
             g = gradient.transpose(-1, -2) if turned else gradient
-            products = (error() * g.float()).sum(-1)  # [B, T], [B * T], or by head [B, H, S] or [B * H, S]
+            products = (error(*given) * g.float()).sum(-1)  # [B, T], [B * T], or by head [B, H, S] or [B * H, S]
             self.recorded.append((site, self._by_sample(products, by_head=by_head)))
 
-        y.register_hook(add)  # type: ignore[no-untyped-call]
+        self.on_gradient(call, y, needed, add)
 
     def _by_sample(self, products: Tensor, *, by_head: bool) -> Tensor:
         """Predicted KL [B] from a_t."""

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from noisescope.errors import InvalidInput, NoisescopeError
+from noisescope.model.forwards import device_of
 from noisescope.model.loading import Subject, load
+from noisescope.model.streaming import StreamedForward
 
 _BLOCK = 1 << 22
 _IGNORED = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "_attn_implementation")
@@ -30,8 +32,9 @@ def model_fingerprint(model: nn.Module) -> str:
     """
     digest = hashlib.sha256(type(model).__name__.encode())
     digest.update(json.dumps(_settings(model), sort_keys=True, default=str).encode())
+    device = device_of(model)  # summed there: of a streamed model, most weights are on the host
     for name, tensor in sorted([*model.named_parameters(), *model.named_buffers()], key=lambda pair: pair[0]):
-        digest.update(repr((name, tuple(tensor.shape), str(tensor.dtype), *_sums(tensor))).encode())
+        digest.update(repr((name, tuple(tensor.shape), str(tensor.dtype), *_sums(tensor, device))).encode())
     return digest.hexdigest()
 
 
@@ -43,7 +46,7 @@ def _settings(model: nn.Module) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def _sums(tensor: Tensor) -> tuple[int, int]:
+def _sums(tensor: Tensor, device: torch.device) -> tuple[int, int]:
     if tensor.device.type == "meta":
         raise InvalidInput(
             "some weights are offloaded (on the meta device), so the model can't be identified: choose a device map "
@@ -56,7 +59,8 @@ def _sums(tensor: Tensor) -> tuple[int, int]:
     bits = flat.view(width) if flat.dtype != torch.bool else flat.to(torch.uint8)
     plain = weighted = 0
     for start in range(0, bits.numel(), _BLOCK):
-        part = bits[start : start + _BLOCK].to(torch.int64)
+        part = bits[start : start + _BLOCK]
+        part = (part.to(device) if part.device.type == "cpu" else part).to(torch.int64)
         place = torch.arange(1, part.numel() + 1, device=part.device)
         plain += int(part.sum())
         weighted += int((part * place).sum()) * (start // _BLOCK + 1)
@@ -125,7 +129,10 @@ def _alteration(model: nn.Module) -> str:
         forward = vars(module).get("forward")
         if forward == MethodType(type(module).forward, module):  # a copy that was made inside a scope
             continue
-        if forward is not None and not (hasattr(module, "_hf_hook") and isinstance(forward, functools.partial)):
+        ours = isinstance(forward, StreamedForward) or (
+            hasattr(module, "_hf_hook") and isinstance(forward, functools.partial)
+        )
+        if forward is not None and not ours:
             return f"the forward of {where} is replaced (by an open noisescope scope?) and can't be saved: restore it"
     return ""
 

@@ -21,6 +21,7 @@ from noisescope import demo
 from noisescope.errors import InvalidInput, MissingExtra, NoisescopeError, unknown
 from noisescope.model.anatomy import Anatomy, dissect
 from noisescope.model.foreign_files import GgufFacts, check_folder_files, gguf_facts
+from noisescope.model.streaming import check_stream, placed
 from noisescope.options.shared import ALLOWED, refuse_missing_path, uncached
 from noisescope.plain_text import one_line
 from noisescope.tables import Sheet, Tabular
@@ -36,10 +37,7 @@ _DTYPES = {
 }
 _STATE_DICTS = (".pt", ".pth", ".bin")
 _PICKLES = (*_STATE_DICTS, ".pkl", ".pickle", ".ckpt")
-_CONVERT = (
-    "Convert it to safetensors (load it where you trust it and call model.save_pretrained(folder)), then pass that "
-    "folder."
-)
+_CONVERT = "Convert it to safetensors (model.save_pretrained(folder), where you trust it) and pass that folder."
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "*.model", "vocab.txt", "vocab.json", "tekken.json")
 
 
@@ -86,6 +84,7 @@ def load(
     dtype: str | torch.dtype | None = None,
     attn_implementation: str | None = None,
     device_map: Any = None,
+    stream: str | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> Subject:
@@ -94,9 +93,10 @@ def load(
     `source` is a Hugging Face folder, an id from the local Hugging Face cache, a `.gguf` file, a state dict (`.pt`)
     next to its config.json, `demo` (the small trained model in the package, noisescope.demo; a folder of that name is
     `./demo`), or `tiny:llama` and similar (noisescope.testing). `dtype` defaults to the stored one. `device` is any
-    torch device; with a `device_map`, accelerate places the model instead. The class is the one the checkpoint names,
-    else a causal language model. The weights of a GGUF file are dequantised on loading, so noise applies to the
-    arithmetic of the dequantised model.
+    torch device; with a `device_map`, accelerate places the model instead. With `stream` the weights of blocks stay in
+    the host's memory ("host") or in the checkpoint's files ("disk"), and are copied to the device block by block
+    (model/streaming.py). The class is the one the checkpoint names, else a causal language model. The weights of a GGUF
+    file are dequantised on loading, so noise applies to the arithmetic of the dequantised model.
 
     >>> ns.load("demo")
     <Subject demo: LlamaForCausalLM (llama), 16 blocks>
@@ -109,11 +109,14 @@ def load(
         "dtype": None if wanted is None else str(wanted).removeprefix("torch."),
         "attn_implementation": attn_implementation,
         "device_map": device_map,
+        "stream": stream,
         "revision": revision,
         "trust_remote_code": trust_remote_code,
     }
+    check_stream(stream, device_map)
     if str(source).startswith("tiny:"):
-        return replace(_tiny(str(source), wanted, attn_implementation, where), loading=loading)
+        found = _tiny(str(source), wanted, attn_implementation)
+        return replace(found, model=placed(found.model, where, stream), loading=loading)
     checkpoint = _find(source, revision, trust_remote_code)
     if device_map is not None and importlib.util.find_spec("accelerate") is None:
         raise MissingExtra("device_map needs the package accelerate: pip install 'noisescope[accelerate]'")
@@ -123,8 +126,9 @@ def load(
         quantiser = _quantiser(config)
         if device_map is None and quantiser:  # packed weights can't be moved afterwards
             device_map = {"": str(where)}
-        settings = {"attn_implementation": attn_implementation, "device_map": device_map}
-        settings = {name: value for name, value in settings.items() if value is not None}
+            check_stream(stream, f"what the quantiser ({quantiser}) needs")
+        given = {"attn_implementation": attn_implementation, "device_map": device_map}.items()
+        settings = {name: value for name, value in given if value is not None}
         if checkpoint.state_dict:
             model, info = _from_state_dict(checkpoint, config, wanted, settings)
         else:
@@ -143,7 +147,7 @@ def load(
             f"{min(info['missing_keys'])}): they would be initialised randomly. Is a checkpoint file missing?"
         )
     if device_map is None:
-        model.to(where)
+        placed(model, where, stream)
     notes = []
     if info["unexpected_keys"]:
         notes.append(f"{len(info['unexpected_keys'])} tensors of the checkpoint are not used by {type(model).__name__}")
@@ -175,7 +179,7 @@ def outline(
     """
     wanted = _dtype(dtype)
     if str(source).startswith("tiny:"):
-        return _tiny(str(source), wanted, attn_implementation, torch.device("cpu"))
+        return _tiny(str(source), wanted, attn_implementation)
     checkpoint = _find(source, revision, trust_remote_code, weights=False)
     header = _checked_files(checkpoint)
     with _explained(checkpoint.source), torch.device("meta"):
@@ -185,8 +189,7 @@ def outline(
         build = build.from_config if hasattr(build, "from_config") else build._from_config
         settings = {"dtype": wanted, "attn_implementation": attn_implementation}
         model = build(config, **{name: value for name, value in settings.items() if value is not None})
-    notes = []
-    quantiser = _quantiser(config)
+    quantiser, notes = _quantiser(config), []
     if quantiser:
         notes.append(
             f"the checkpoint is quantised ({quantiser}): its linears are packed once loaded, and noise can be "
@@ -202,13 +205,13 @@ def _subject(model: nn.Module, tokenizer: Any, source: str, notes: list[str]) ->
     return Subject(model, tokenizer, replace(anatomy, notes=(*anatomy.notes, *notes)), source)
 
 
-def _tiny(source: str, dtype: torch.dtype | None, attention: str | None, device: torch.device) -> Subject:
+def _tiny(source: str, dtype: torch.dtype | None, attention: str | None) -> Subject:
     from noisescope.testing import tiny_model
 
     settings: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
     with _explained(source):
         model = tiny_model(source.removeprefix("tiny:"), **settings)
-    return _subject(model.to(device, dtype), None, source, [])
+    return _subject(model.to(dtype), None, source, [])
 
 
 def _find(source: str | Path, revision: str | None, trusted: bool, *, weights: bool = True) -> _Checkpoint:
@@ -393,5 +396,4 @@ def _explained(source: str) -> Iterator[None]:
 
 
 def _one_line(error: BaseException) -> str:
-    """transformers likes paragraphs; the cure is often in the last of them."""
     return one_line(str(error), 500) or type(error).__name__

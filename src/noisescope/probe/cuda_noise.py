@@ -6,6 +6,7 @@ touch. Everything falls back to the plain engine: other devices, no Triton, odd 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
@@ -73,7 +74,8 @@ def add_noise(
         size = size.contiguous()
     block = min(2048, 1 << max(6, (width - 1).bit_length()))
     grid = (keys.numel(), -(-width // block))
-    with torch.cuda.device(y.device):
+    here = y.device.index == torch.cuda.current_device()
+    with contextlib.nullcontext() if here else torch.cuda.device(y.device):
         kernel[grid](
             y, out, y if size is None else size, keys.contiguous(), tape, float(scale), key, width,
             PART=draws.PART, SHIFT=draws.OFFSET_SHIFT, MASK=draws.OFFSET_MASK, ALIGN=1 << draws.ALIGN_BITS,

@@ -102,7 +102,7 @@ class ModelScope:
 
     # -- threads
 
-    def _mine(self) -> _Running:
+    def running_here(self) -> _Running:
         thread = get_ident()
         running = self._running.get(thread)
         if running is None:
@@ -112,11 +112,11 @@ class ModelScope:
     @property
     def context(self) -> Context | None:
         """The forward that this thread is running."""
-        return self._mine().context
+        return self.running_here().context
 
     @context.setter
     def context(self, context: Context | None) -> None:
-        running = self._mine()
+        running = self.running_here()
         running.context = context
         if context is None:
             running.inside = running.forward = False
@@ -124,11 +124,11 @@ class ModelScope:
     @property
     def owner(self) -> OperatorCalls | None:
         """The function mode in charge of this thread."""
-        return self._mine().owner
+        return self.running_here().owner
 
     @owner.setter
     def owner(self, owner: OperatorCalls | None) -> None:
-        self._mine().owner = owner
+        self.running_here().owner = owner
 
     @property
     def held_elsewhere(self) -> bool:
@@ -166,7 +166,7 @@ class ModelScope:
                     f"two threads use this {type(self.model).__name__} at the same time, but a scope allows one "
                     f"forward at a time: give each thread its own copy, or let one wait for the other"
                 )
-            running = self._mine()
+            running = self.running_here()
             running.inside = True
             running.forward |= forward
 
@@ -232,6 +232,8 @@ class ModelScope:
             if not isinstance(modules[name], (nn.ModuleList, nn.ModuleDict)):
                 self._wrap(modules[name], MODULE).root = True  # generate() may call an inner model or an encoder
         self._wrap(self.model, MODULE).root = True
+        for wrapper in self._wrappers.values():
+            wrapper.find_shortest_path()
 
     def _shield(self, modules: dict[str, nn.Module]) -> None:
         """Hide the operators inside an observed module: the observer must not see how they are implemented."""
@@ -371,7 +373,8 @@ class ModelScope:
             return self.new_context()
         self._claim(forward=False)
         place = wrapper.block if wrapper.block is not None else next(iter(wrapper.targets), None)
-        if self._recalled is None or self._recalled.rows is not rows or self._recalled.place != place:
+        again = wrapper.block is not None  # a whole block from its start, even if the last one was the same block
+        if again or self._recalled is None or self._recalled.rows is not rows or self._recalled.place != place:
             self._recalled = Context(rows, place, recomputing=True, grad=True)
         return self._recalled
 

@@ -46,6 +46,7 @@ class ForwardWrapper:
         self.calls = 0
         self.block: int | None = None
         self.root = False
+        self._output_only: OperatorTarget | None = None
         self._routed: Any = None
         self._remembered: deque[tuple[Any, Rows]] = deque(maxlen=_REMEMBERED)
         self._run_apart_from_the_compiler = _uncompiled_run()
@@ -104,7 +105,28 @@ class ForwardWrapper:
         self.scope.compiled = True
         return self._run(*args, **kwargs)
 
+    def find_shortest_path(self) -> None:
+        """See whether all there is to do is to perturb the output of an operator: the most frequent case by far."""
+        self._output_only = None
+        if self.kind == MODULE and self.block is None and not self.root and not self.shared and len(self.targets) == 1:
+            (targets,) = self.targets.values()
+            target = next(iter(targets.values()), None)
+            if len(targets) == 1 and isinstance(target, OperatorTarget) and target.tensor == "output":
+                self._output_only = target
+
     def _run(self, *args: Any, **kwargs: Any) -> Any:
+        target = self._output_only
+        if target is not None and not torch.is_grad_enabled():
+            running = self.scope.running_here()
+            context = running.context
+            if context is not None and not context.grad:  # the root has checked who calls
+                self.calls += 1
+                owner, running.owner = running.owner, None
+                try:
+                    y = self.original(*args, **kwargs)
+                finally:
+                    running.owner = owner
+                return target.on_output(y, context, context.occurrence(target), fresh=True)
         self.scope.check_caller()
         if self.scope.sleeps():
             return self.original(*args, **kwargs)

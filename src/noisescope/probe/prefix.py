@@ -12,6 +12,7 @@ from collections.abc import Hashable, Iterator
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from noisescope.injection import Injection
@@ -127,6 +128,8 @@ class Prefix(ModelScope):
     def _keep(self, call: RecordedCall) -> None:
         block = call.unit.place
         assert isinstance(block, int)
+        if torch.is_grad_enabled():  # a kept output would hold its graph
+            return
         if block == len(self.anatomy.blocks) - 1:
             self._last = call.output
         if self._recording:

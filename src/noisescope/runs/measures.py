@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from noisescope.data import generation
 from noisescope.data.answers import answers_match
@@ -25,6 +26,7 @@ from noisescope.measures.format_screen import QuestionScreen
 from noisescope.measures.format_slopes import FormatSlopes
 from noisescope.probe.capture import Capture
 from noisescope.probe.inject import Probe, inject
+from noisescope.probe.recomputation import Recomputing
 from noisescope.probe.watch import selected_by
 from noisescope.runs.batches import CHOICE, SampleScores
 from noisescope.sites import Site, place_order
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from noisescope.runs.trial_runner import Finish, TrialRunner
 
 SCREEN_PARTS = 9  # a slice is screened in so many batches: gradients need every activation at once
+LOSS_LOGITS = 1 << 26  # logits whose loss is computed in float32 at once
 FORMAT_SAMPLES = 8  # rounding errors are projected on the gradients of so many samples at once
 
 
@@ -228,14 +231,15 @@ def _send_gradients(
     samples = runner.materials[trial.slice.data].samples(trial.slice)
     tokens = np.zeros(len(samples))
     with scope, torch.enable_grad():
-        for batch in runner.batches(trial.slice, size=size, whole=True):
+        for batch in runner.gradient_batches(trial.slice, size):
             scope.samples = batch.rows
             scope.tokens = torch.bincount(batch.whole.sequences, minlength=len(batch.ids))
             logits = runner.forward(batch)
             scored, keys = batch.whole.scored.to(logits.device), batch.whole.keys.to(logits.device)
             scope.score(logits, scored, keys, draws=draws, seed=seed)
             del logits
-            runner.forwards += len(batch.ids) * (1 + draws)  # a backward through activations alone costs a forward
+            # A backward through activations alone costs a forward, and computes the blocks again, which costs another.
+            runner.forwards += len(batch.ids) * (1 + 2 * draws)
             np.add.at(tokens, batch.whole.owners.cpu().numpy(), 1.0)
     return samples, tokens
 
@@ -250,9 +254,10 @@ def capture_channels(runner: TrialRunner, trial: Trial) -> Result:
     assert trial.injection is not None
     scope = Capture(runner.model, selected_by(trial.injection), anatomy=runner.anatomy, quantiles=True)
     count = part.stop - part.start
+    fits = runner.room.forwards(runner.longest(part), 0)
     stride = -(-count // int(trial.settings.get("quantile_samples", 128)))
     with scope as captured, torch.no_grad():
-        for batch in runner.batches(part, size=int(trial.settings.get("batch", 16)), whole=True):
+        for batch in runner.batches(part, size=min(int(trial.settings.get("batch", 16)), fits or count), whole=True):
             real = torch.arange(batch.ids.shape[1])[None, :] < batch.lengths[:, None]  # no padding
             scope.tokens(real.to(batch.ids.device))
             scope.quantile_rows((batch.rows % CHOICE) % stride == 0)
@@ -302,7 +307,7 @@ def gradients(runner: TrialRunner, trial: Trial) -> Result:
     from noisescope.measures.curvature import gradient_norms
 
     loss, rows = _loss(runner, trial)
-    with _injecting(runner, trial) as probe:
+    with _injecting(runner, trial) as probe, Recomputing(runner.model, runner.anatomy):
         if probe is not None:
             probe.rows(rows)
         norms = gradient_norms(runner.model, loss, _block_parameters(runner))
@@ -314,17 +319,26 @@ def _loss(runner: TrialRunner, trial: Trial) -> tuple[Callable[[Any], Tensor], T
 
     A second derivative is of all samples at once: a part of them would be another number.
     """
-    batches = runner.batches(trial.slice, whole=True)
+    part = trial.slice
+    batches = runner.gradient_batches(part, part.stop - part.start)
     if len(batches) != 1:
-        raise InvalidInput("out of memory: gradients and curvature need all their samples in one batch")
+        raise InvalidInput("gradients and curvature need all their samples in one batch: give them more --memory")
     piece = batches[0].whole
 
     def loss(model: Any) -> Tensor:
         logits = runner.forward(batches[0])
-        picked = logits.index_select(0, piece.scored.to(logits.device))
-        return torch.nn.functional.cross_entropy(picked.float(), piece.targets.to(picked.device))
+        scored, targets = piece.scored.to(logits.device), piece.targets.to(logits.device)
+        step = max(1, LOSS_LOGITS // logits.shape[1])
+        parts = zip(torch.split(scored, step), torch.split(targets, step), strict=True)
+        losses = [checkpoint(_summed_loss, logits, *part, use_reentrant=False) for part in parts]
+        return torch.stack(losses).sum() / len(scored)
 
     return loss, batches[0].rows
+
+
+def _summed_loss(logits: Tensor, rows: Tensor, targets: Tensor) -> Tensor:
+    """Of some rows; computed again in backward, for its float32 copies are larger than the logits."""
+    return torch.nn.functional.cross_entropy(logits.index_select(0, rows).float(), targets, reduction="sum")
 
 
 def _block_parameters(runner: TrialRunner) -> dict[str, list[torch.nn.Parameter]]:

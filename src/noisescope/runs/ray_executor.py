@@ -172,7 +172,7 @@ class RayExecutor:
         if self.subject.loading is None and self.options.output is not None:
             self.notes.append(f"the model was written to {source.path} for the workers")
         arithmetic, devices = Arithmetic.current(), accelerators(self.subject.model)
-        job = pickled(Job(source, self.materials, self.metric, arithmetic), "the metric")
+        job = pickled(Job(source, self.materials, self.metric, arithmetic, self.options.memory), "the metric")
         self.expected, self.tokens = expected, prompt_tokens_id(self.subject, self.materials)
         self.stack.enter_context(ray_cluster(self.ray, self.options.address, self.options.workers))
         self.stack.callback(lambda: [self.ray.kill(state.actor) for state in self.actors])

@@ -47,6 +47,7 @@ class Job:
     materials: tuple[Material, ...]
     metric: Callable[..., Any] | None
     arithmetic: Arithmetic
+    memory: float | None = None
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class Worker:
             subject = job.source.load()
         except NoisescopeError as error:
             return Ready(*who, refusal=f"{error} (every machine of the cluster needs the model at that path)")
-        self.runner = TrialRunner(subject, job.materials, metric=job.metric).__enter__()
+        self.runner = TrialRunner(subject, job.materials, metric=job.metric, memory=job.memory).__enter__()
         return Ready(*who, conditions(subject), prompt_tokens_id(subject, job.materials))
 
     def run(self, pickled: bytes) -> Answer:

@@ -27,6 +27,7 @@ from noisescope.probe.draws import ENGINE_VERSION
 from noisescope.probe.inject import Probe
 from noisescope.probe.prefix import Prefix, first_noisy_block
 from noisescope.runs.batches import Batch, Material, Piece, lay_out
+from noisescope.runs.memory import GIB, Room
 from noisescope.trials import Conditions, Result, Results, Slice, Trial, missing
 
 if TYPE_CHECKING:
@@ -51,7 +52,12 @@ class TrialRunner:
     """Runs trials on a subject; use it in a `with`, because it keeps the model open."""
 
     def __init__(
-        self, subject: Subject, materials: Iterable[Material], *, metric: Callable[..., Any] | None = None
+        self,
+        subject: Subject,
+        materials: Iterable[Material],
+        *,
+        metric: Callable[..., Any] | None = None,
+        memory: float | None = None,  # GiB beside the weights; None: what is free
     ) -> None:
         self.subject = subject
         self.model = subject.model
@@ -65,6 +71,7 @@ class TrialRunner:
         self.notes: list[str] = []
         self._clean: Clean | None = None
         self._batch_size: int | None = None  # samples at once; None: a whole slice
+        self.room = Room.on(self.model, self.anatomy, self.device, memory)
         self._scopes = contextlib.ExitStack()
         self._keeps_logits = "logits_to_keep" in inspect.signature(type(self.model).forward).parameters
 
@@ -122,6 +129,31 @@ class TrialRunner:
             return True
         return False
 
+    def gradient_batches(self, part: Slice, wanted: int) -> list[Batch]:
+        """The slice as batches whose gradients fit; what is kept of a slice gives way to them."""
+        longest = self.longest(part)
+        if self._clean is not None:
+            kept = self.room.needs.kept(self.longest(self._clean.slice) * sum(len(b.ids) for b in self._clean.batches))
+            if self.room.gradients(longest, kept) != self.room.gradients(longest, 0):
+                self.forget_slice()
+        fits = self.room.gradients(longest, 0)
+        if self.device.type != "cpu" and fits is not None:
+            wanted = part.stop - part.start
+        return self.batches(part, size=self.fitting(wanted, fits, "backward"), whole=True)
+
+    def longest(self, part: Slice) -> int:
+        """Tokens of the longest sample, all its choices together."""
+        return max(sum(len(one.ids) for one in group) for group in self.materials[part.data].groups(part))
+
+    def fitting(self, wanted: int, fits: int | None, what: str) -> int:
+        """Samples per batch; where memory allows fewer than wanted, a note says so."""
+        size = self.batch_size(min(wanted, fits or wanted))
+        room = (self.room.bytes or 0) / GIB
+        note = f"{size} samples per {what} at once: {room:.1f} GiB of memory are allowed beside the weights"
+        if fits is not None and fits < wanted and note not in self.notes:
+            self.notes.append(note)
+        return size
+
     def batch_size(self, wanted: int) -> int:
         """Samples per batch: as many as requested, unless memory ran out before."""
         return min(wanted, self._batch_size or wanted)
@@ -129,9 +161,13 @@ class TrialRunner:
     # -- forwards
 
     def batches(self, part: Slice, size: int | None = None, *, whole: bool = False) -> list[Batch]:
-        """The slice as batches of at most `size` samples; `whole` leaves each in one piece."""
+        """The slice as batches of at most `size` samples, as many as fit; `whole` leaves each in one piece."""
         groups = self.materials[part.data].groups(part)
-        size = self.batch_size(size or len(groups))
+        longest, needs = self.longest(part), self.room.needs
+        if size is None:  # beside what is kept of the slice
+            kept = len(groups) * longest * (needs.logits + (needs.blocks * needs.hidden if self.reuse else 0))
+            size = self.fitting(len(groups), self.room.forwards(longest, kept), "forward")
+        size = self.batch_size(size)
         parts = [(at, groups[at : at + size]) for at in range(0, len(groups), size)]
         return [lay_out(p, at, self.device, positions=None if whole else self._positions(p)) for at, p in parts]
 
@@ -171,6 +207,11 @@ class TrialRunner:
         """The slice's clean logits, computed once; prefixes are recorded on the way."""
         if self.reuse is None:
             self.reuse = self._prefix_holds(part)
+        tokens = self.longest(part) * (part.stop - part.start)
+        if self.reuse and not self.room.keeps_blocks(tokens):
+            self.reuse = False
+            needed = self.room.needs.kept(tokens) / GIB
+            self.notes.append(f"clean prefixes are not cached: {needed:.1f} GiB per slice, too much for the memory")
         if self._clean is None or self._clean.slice != part:
             self.forget_slice()
             made = Clean(part, self.batches(part), [])
