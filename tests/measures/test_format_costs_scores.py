@@ -36,7 +36,7 @@ def screened(model: Any, formats: tuple[str, ...], *, draws: int = 1, batch: int
     with screen, torch.enable_grad():
         for at in range(0, len(TOKENS), batch):
             screen.samples = torch.arange(at, min(at + batch, len(TOKENS)))
-            logits = model(TOKENS[at : at + batch]).logits.flatten(0, 1)
+            logits = model(TOKENS[at : at + batch], use_cache=False).logits.flatten(0, 1)
             rows = torch.arange(len(logits))
             screen.score(logits, rows, keys[at : at + batch].flatten(), draws=draws, seed=0)
     return {

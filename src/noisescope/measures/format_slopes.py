@@ -50,10 +50,9 @@ class FormatSlopes(GradientScreen):
         return operator == "linear" and is_planned(unit) and unit.kind == MODULE  # experts get the rounded weight
 
     def read_gradient(self, call: RecordedCall, y: Tensor) -> None:
-        site, module, x = call.site, call.callee, call.tensors[0].detach()
+        site, now = call.site, self.current.get(call.site.module)
 
-        def add(gradient: Tensor) -> None:
-            weight, now = linear_weight(module), self.current.get(site.module)
+        def add(gradient: Tensor, x: Tensor, weight: Tensor) -> None:
             used = weight if now is None else quantise(weight, now, weight=True)
             of_weight = gradient.flatten(0, -2).float().T @ x.flatten(0, -2).float()
             rounded = (quantise(weight, fmt, weight=True).float() for fmt in self.formats.values())
@@ -61,7 +60,7 @@ class FormatSlopes(GradientScreen):
             known = self.sums.setdefault(site, torch.zeros(2, len(self.formats), dtype=torch.float64))
             known[self.half] += found
 
-        y.register_hook(add)  # type: ignore[no-untyped-call]
+        self.on_gradient(call, y, (call.tensors[0], linear_weight(call.callee)), add)
 
     def descend(self, logits: Tensor, clean: Tensor, scored: Tensor, weights: Tensor) -> Tensor:
         """Send the gradient of sum_r weights_r KL_r back from the scored rows of logits [R, V]; the KL [N] of each.

@@ -26,7 +26,7 @@ class Recomputing(ModelScope):
     """Open it after the scopes that inject or watch, so that these are inside of what is computed again.
 
     with inject(model, noise), Recomputing(model):
-        model(tokens).logits.sum().backward()
+        model(tokens, use_cache=False).logits.sum().backward()  # a cache would be filled twice
     """
 
     def __enter__(self) -> Self:
@@ -85,5 +85,6 @@ def kept(unit: Unit, *tensors: Tensor) -> Callable[[], tuple[Tensor, ...]]:
     if not isinstance(unit.place, int):
         return lambda: detached
     anchor = torch.empty(0, requires_grad=True)
-    node: Any = _Kept.apply(anchor, *detached).grad_fn  # type: ignore[no-untyped-call]
-    return lambda: node.saved_tensors
+    # Its output is held: a node that no tensor refers to any more frees what it saved, in older versions of torch.
+    held: Any = _Kept.apply(anchor, *detached)  # type: ignore[no-untyped-call]
+    return lambda: held.grad_fn.saved_tensors

@@ -17,6 +17,7 @@ from noisescope.errors import InvalidInput
 from noisescope.measures.fisher import GradientScreen, Screen
 from noisescope.measures.format_costs import (
     FormatScreen,
+    PerModule,
     count_block_parameters,
     effective_bits,
     planned_weights,
@@ -199,7 +200,8 @@ def format_slopes(runner: TrialRunner, trial: Trial) -> Result:
     `injection` is the plan, None where all keep 16 bits. Slopes are of the mean over samples of the KL per token.
     """
     part, names = trial.slice, [str(name) for name in trial.settings["formats"]]
-    held = {} if trial.injection is None else dict(trial.injection.perturbation.perturbations)
+    plan = None if trial.injection is None else trial.injection.perturbation
+    held = dict(plan.perturbations) if isinstance(plan, PerModule) else {}
     scope = FormatSlopes(runner.model, {n: weight_format(n) for n in names}, held, anatomy=runner.anatomy)
     samples = runner.materials[part.data].samples(part)
     divergence, tokens = np.zeros(len(samples)), np.zeros(len(samples))
