@@ -574,7 +574,7 @@ def test_the_scales_that_a_format_gets_by_default():
 
 @pytest.mark.parametrize("asymmetric", [False, True])
 def test_clipped_integers_have_the_range_of_least_error(asymmetric):
-    """Group by group the best of eight ranges, by hand; never worse than the whole range, and better with an outlier."""
+    """Group by group the best of eight ranges, by hand; never worse than the whole range, better with an outlier."""
     x = torch.randn(16, 64, generator=torch.Generator().manual_seed(3)) ** 3
     whole = quantise(x, Format("int4", "group", 64, asymmetric=asymmetric))
     found = quantise(x, Format("int4", "group", 64, asymmetric=asymmetric, clipped=True))

@@ -26,6 +26,7 @@ from noisescope.measures.format_costs import (
 from noisescope.measures.format_screen import QuestionScreen
 from noisescope.measures.format_slopes import FormatSlopes
 from noisescope.probe.capture import Capture
+from noisescope.probe.formats import Format
 from noisescope.probe.inject import Probe, inject
 from noisescope.probe.recomputation import Recomputing
 from noisescope.probe.watch import selected_by
@@ -201,7 +202,8 @@ def format_slopes(runner: TrialRunner, trial: Trial) -> Result:
     """
     part, names = trial.slice, [str(name) for name in trial.settings["formats"]]
     plan = None if trial.injection is None else trial.injection.perturbation
-    held = dict(plan.perturbations) if isinstance(plan, PerModule) else {}
+    assert plan is None or isinstance(plan, PerModule)
+    held = {} if plan is None else {name: fmt for name, fmt in plan.perturbations if isinstance(fmt, Format)}
     scope = FormatSlopes(runner.model, {n: weight_format(n) for n in names}, held, anatomy=runner.anatomy)
     samples = runner.materials[part.data].samples(part)
     divergence, tokens = np.zeros(len(samples)), np.zeros(len(samples))
