@@ -251,7 +251,7 @@ What stands out:
   ratio 0.46 and 0.39) and overrates k_proj (1.3 and 1.7), and misses four fifths of the cost of SmolLM2's down_proj of
   block 11, which writes the massive activations.
 - **What breaks first**: int4 inputs of linears ruin both models (KL of about 6 nats), int4 weights cost 0.63 and 2.0
-  nats, fp8_e4m3 weights, inputs and KV cache 0.01 to 0.08. Of SmolLM2's int4 weights, those of block 11 and of down_proj
+  nats, fp8_e4m3 weights, inputs and KV cache 0.01 to 0.08. Of SmolLM2's int4 weights, block 11 and the kind down_proj
   cost most. Of Gemma's, blocks 3, 0 and 11 and the kinds up_proj, down_proj and v_proj have overlapping intervals.
 - **Massive activations** sit at the first token in SmolLM2, from block 11 on; in Gemma they begin with the first block,
   and 1 % of them are at the first token.
