@@ -240,15 +240,37 @@ model is the reference. Otherwise int4 looks kinder than it is.
   parentheses. A few samples can decide a mean.
 - **Screen and sweep**: the screen predicts on some problems, the sweep injects on others, in each operator of each
   layer (noise) or linear by linear (int4). Spearman's interval and that of the median ratio (predicted / injected) are
-  over the n places; "worst" is the ratio furthest from 1, and where.
+  over the n places; "worst" is the ratio furthest from 1, and where. Places are "layer operator" or linears.
+
+What stands out:
+
+- **Noise**: over all places the screen ranks with Spearman 0.98 to 0.99 at 5 % and 0.94 to 0.99 at 20 %; within one
+  operator 0.90 to 1.00. The median ratio is 1.00 to 1.16, but single places are far off, many of them in the first
+  layers: up to 3.4 times (SmolLM2) and 8 times (Gemma) at 5 %, 4.7 and 27 times at 20 %.
+- **int4**: Spearman 0.88 and 0.91 overall, 0.73 to 0.97 within one kind of linear. The screen underrates v_proj (median
+  ratio 0.46 and 0.39) and overrates k_proj (1.3 and 1.7), and misses four fifths of the cost of SmolLM2's down_proj of
+  block 11, which writes the massive activations.
+- **What breaks first**: int4 inputs of linears ruin both models (KL of about 6 nats), int4 weights cost 0.63 and 2.0
+  nats, fp8_e4m3 weights, inputs and KV cache 0.01 to 0.08. Of SmolLM2's int4 weights, block 11 and the kind down_proj
+  cost most. Of Gemma's, blocks 3, 0 and 11 and the kinds up_proj, down_proj and v_proj have overlapping intervals.
+- **Massive activations** sit at the first token in SmolLM2, from block 11 on; in Gemma they begin with the first block,
+  and 1 % of them are at the first token.
 """
+NAMES = {"smollm2": "SmolLM2-135M-Instruct", "gemma3": "Gemma-3-270M"}
 
 
 def page(results: Sequence[Mapping[str, Any]]) -> str:
     """docs/models.md."""
     lines = [INTRODUCTION]
     for result in results:
-        lines += [f"## {result['model']}", "", _facts(result), "", _massive(result["massive"]), ""]
+        lines += [
+            f"## {NAMES.get(result['model'], result['model'])}",
+            "",
+            _facts(result),
+            "",
+            _massive(result["massive"]),
+            "",
+        ]
         lines += ["| perturbation | KL of all | first layers | first kinds |", "|---|---|---|---|"]
         for name, found in result["formats"].items():
             kinds = _named(found.get("kinds", []))

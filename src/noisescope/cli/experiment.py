@@ -23,12 +23,15 @@ def _experiments() -> None:
 def experiment_phases(options: PhasesOptions) -> None:
     """Train with noise in the forward pass, the backward pass, both or none; then ask every model under noise.
 
+    What is trained is the bundled model on its own task, or with --model and --data yours.
+
     Gives a verdict on each criterion of the original method notes: supported, refuted, or not decidable with this n.
 
     \b
     noisescope experiment phases --seeds 5 --device cuda --workers 8 --seconds 500 -o phases
     noisescope experiment phases --arms none,both,forward,forward@0.025,adaptive,norm@0.01,both:staged -o phases
     noisescope experiment phases --method grpo --seconds 3000 -o grpo
+    noisescope experiment phases --model MODEL --data train.jsonl --held-out test.jsonl --arms none,forward -o mine
     noisescope experiment phases --start scratch --layers 4 --width 32 --steps 300 --batch 64 --seeds 2 -o small
     """
     if "device" in options.left_open:
