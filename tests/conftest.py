@@ -64,6 +64,8 @@ FIRST_CASE_RECORDED = (
     "localization/test_relations_guards.py",
     "localization/test_repeated_calls.py",
     "localization/test_scans.py",
+    "stats/test_multiple_comparisons.py",
+    "stats/test_typical.py",
 )
 
 

@@ -104,11 +104,7 @@ def made_up(trial: Trial, truth: Truth, clean: float = 0.95) -> Result:
         found = list(sites())
         facts = [
             {
-                "operator": s.operator,
-                "place": s.place,
-                "module": s.module,
-                "component": s.component,
-                "occurrence": 0,
+                **s.facts(),
                 "channels": 4,
             }
             for s in found
@@ -127,11 +123,7 @@ def made_up(trial: Trial, truth: Truth, clean: float = 0.95) -> Result:
         found = [s for s in sites() if s.operator == "linear"]
         facts = [
             {
-                "operator": s.operator,
-                "place": s.place,
-                "module": s.module,
-                "component": s.component,
-                "occurrence": 0,
+                **s.facts(),
                 "channels": 100,
                 "count": 99,
                 "sparsity": 0.0,

@@ -14,14 +14,16 @@ from dataclasses import replace
 import numpy as np
 
 from noisescope.comparison.logprob_files import Array
-from noisescope.comparison.logprob_found import Cause, Found, significant
 from noisescope.comparison.logprob_pairs import (
     SENTINEL,
+    Cause,
     Flags,
+    Found,
     Pair,
     Pairs,
     joined,
     middle,
+    significant,
     t_statistic,
 )
 from noisescope.comparison.logprob_trends import first_tokens, position, training_step

@@ -1,4 +1,4 @@
-"""Aligned log-probabilities of two files, as arrays in which causes are found and corrected."""
+"""Aligned log-probabilities of two files, as arrays in which causes are found and corrected, and what a cause is."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy import special
 
 from noisescope import stats
 from noisescope.comparison.logprob_files import Array, LogprobRow
@@ -112,3 +113,30 @@ def t_statistic(values: Iterable[float]) -> float:
         return 0.0
     error = float(known.std(ddof=1)) / len(known) ** 0.5
     return float(known.mean()) / error if error > 0 else (np.inf if known.mean() else 0.0)
+
+
+# -- the result of a cause function, and the significance test that several of them share
+
+ALARM = 0.01  # chance that a healthy pair of files shows any of the tested causes
+_TESTS = 5
+ONE_TEST = ALARM / _TESTS
+
+
+@dataclass(frozen=True)
+class Found:
+    """A cause: what was observed, where to look, and the corrected pairs."""
+
+    name: str
+    statement: str
+    next_step: str
+    mended: tuple[Pair, ...]
+    tokens: int  # that show it
+    whole: bool = False  # it may be all of the gap: correcting it removes only the part known to be its own
+
+
+Cause = Callable[[Pairs], Found | None]
+
+
+def significant(t: float, sequences: int) -> bool:
+    """Whether Student's t over that many sequences is significant at the level of one test."""
+    return bool(2 * special.stdtr(max(sequences - 1, 1), -abs(t)) < ONE_TEST)

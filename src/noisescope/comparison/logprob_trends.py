@@ -12,8 +12,7 @@ import numpy as np
 
 from noisescope import stats
 from noisescope.comparison.logprob_files import Array
-from noisescope.comparison.logprob_found import ONE_TEST, Found, significant
-from noisescope.comparison.logprob_pairs import Pair, Pairs, relative_sizes, t_statistic
+from noisescope.comparison.logprob_pairs import ONE_TEST, Found, Pair, Pairs, relative_sizes, significant, t_statistic
 
 _MOST = 2000  # sequences whose ranks are permuted
 RATIO = 1.5  # how many times larger a gap must be at some positions, or later steps, to be a cause
