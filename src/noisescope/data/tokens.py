@@ -77,7 +77,8 @@ def encode(data: DataSet, tokenizer: Any, *, max_tokens: int = 256) -> Encoded:
     if truncated:
         end = "end" if data.kind == "text" else "beginning"
         notes.append(
-            f"{truncated} of {len(sequences)} items are longer than {max_tokens} tokens (--max-tokens) and lost their {end}"
+            f"{truncated} of {len(sequences)} items are longer than {max_tokens} tokens (--max-tokens) and lost their "
+            f"{end}"
         )
     if cut_prompts:
         notes.append(
