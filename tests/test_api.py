@@ -159,6 +159,7 @@ def test_what_a_run_would_cost() -> None:
         ({"effort": "max"}, "standard"),
         ({"executor": "slurm"}, "ray"),
         ({"noise_scal": 0.1}, "unknown keyword 'noise_scal'.*Did you mean 'noise_scale'"),
+        ({"sample": 8}, "Did you mean 'samples'"),
         ({"slice": 4}, "slice is given twice"),
     ],
 )
@@ -290,3 +291,9 @@ def test_an_operator_that_may_be_there_is_tried() -> None:
     report = api.diagnose(ns.wrap(Model().eval()), BATCHES, **QUICK, levels=("operator",))
     found = {name: row["evidence"] for name, row in report["operator_analysis"].items()}
     assert found["gelu"] == "injected" and found["silu"] == "absent" and found["linear"] == "injected"
+
+
+def test_a_simulated_fault_is_a_scope_in_python() -> None:
+    """An option of the command line alone says what to call."""
+    with pytest.raises(InvalidInput, match=r"simulate is an option of the command line.*with ns\.faulty\("):
+        api.locate(subject(), simulate="gain:0.01@1/linear")

@@ -96,3 +96,12 @@ def test_without_pandas_the_error_names_the_pip_line(monkeypatch: pytest.MonkeyP
 def test_an_unknown_table_lists_those_there_are() -> None:
     with pytest.raises(InvalidInput, match=r"unknown table 'row'.*rows, none"):
         Found().to_frame("row")
+
+
+def test_print_shows_what_a_notebook_shows() -> None:
+    """Title, the first rows under their headings, and the tables there are; nothing of it can write to a terminal."""
+    shown = str(Found())
+    lines = shown.splitlines()
+    assert lines[0].startswith("title ") and lines[2].split() == ["who", "lost"]
+    assert "0.25 [0.125, ...]" in lines[3] and lines[-1] == 'Tables: to_frame("rows"), to_frame("none")'
+    assert "8 of 20 rows" in str(Found(ROWS * 10)) and "Row(" not in shown and "\x1b" not in shown

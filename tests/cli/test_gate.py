@@ -12,6 +12,8 @@ from typer.testing import CliRunner
 
 from noisescope.cli import app
 from noisescope.errors import InvalidInput
+from noisescope.estimate import Estimate
+from noisescope.plans.gate_rows import ScoreChange
 from noisescope.reports.report_file import Report
 
 
@@ -124,3 +126,21 @@ def test_mistakes_are_one_line(tmp_path):
     assert code == 2 and "no report" in said and "Traceback" not in said
     code, said = run("plan", "migration", tmp_path / "none.json")
     assert code == 2 and "no report" in said
+
+
+def test_a_dry_run_measures_nothing(baseline, tmp_path):
+    """It times a sample; a baseline of other samples is refused all the same."""
+    asked = ("gate", "demo", "--baseline", baseline, "--samples", 5, "--dry-run")
+    code, said = run(*asked, "-o", tmp_path / "none")
+    assert code == 0 and "forwards" in said and "pass" not in said and not (tmp_path / "none").exists()
+    assert run(*asked, "--max-tokens", 8)[0] == 2
+
+
+def test_a_perplexity_has_digits():
+    """Its inverse is far below a percent, and never 0.0 %."""
+    low = Estimate(0.000512, 0.0004, 0.0006, 9)
+    change = Estimate(-0.0000213, -0.00003, -0.00001, 9)
+    row = ScoreChange("gemm", low, low, change, 0.00005, "perplexity")
+    assert (row.score(0.000512), row.change, row.power) == ("0.000512", "-2.1e-05 [-3e-05, -1e-05]", "a drop of 5e-05")
+    share = ScoreChange("gemm", low, low, Estimate(-0.021, -0.03, None, 9), None)
+    assert (share.score(0.512), share.change, share.power) == ("51.2 %", "-2.1 points [-3.0, ...]", "no drop")

@@ -128,3 +128,19 @@ def test_quiet_commands_have_no_listener() -> None:
     carry_out(lambda options: found.append(progress.heard()), DiagnoseOptions(quiet=True))
     carry_out(lambda options: found.append(progress.heard()), DiagnoseOptions())
     assert found == [False, True]
+
+
+def test_the_time_left_falls_while_a_step_runs(shown: tuple[ProgressDisplay, Clock]) -> None:
+    """A step that takes longer than its share leaves what comes after it; the last one then says no time at all."""
+    display, clock = shown
+    display.planned([Phase("screen", 1, work=10.0), Phase("operators", 2, work=30.0)])
+    clock.now += 10
+    display.stepped("screen", None)
+    display.begun("operators", 2)
+    clock.now += 10
+    assert display.line() == "operators 1 of 2 (25 %, about 20 s left)"
+    clock.now += 30
+    assert display.line() == "operators 1 of 2 (25 %, about 30 s left)"  # 50 s for 25 of 40, and as fast for 15 more
+    display.stepped("operators", 15.0)
+    clock.now += 100
+    assert display.line() == "operators 2 of 2 (62 %, 2 min so far)"

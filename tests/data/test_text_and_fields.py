@@ -62,3 +62,14 @@ def test_options_name_the_fields(tmp_path: Path) -> None:
         named.source()
     with pytest.raises(InvalidInput, match="answer_field needs prompt_field"):
         SamplingOptions(answer_field="a")
+
+
+def test_what_a_file_holds_besides_is_counted(tmp_path: Path) -> None:
+    """As far as it can be read, and not beyond a thousand; it is no part of the data's identity."""
+    file = tmp_path / "many.jsonl"
+    file.write_text("".join(f'{{"text": "number {n}"}}\n' for n in range(12)) + "broken\n" + '{"text": "after"}\n')
+    few = read_data(file, limit=5)
+    assert (len(few.items), few.available) == (5, 12)
+    assert few.take(2).available == 12 and few.take(5) == few
+    file.write_text('{"text": "again"}\n' * 1500)
+    assert read_data(file, limit=5).available == 1000 and read_data(file).available == 1500

@@ -119,7 +119,7 @@ def test_a_long_text_keeps_its_front() -> None:
     encoded = encode(data(Item(0, text=CORPUS[0]), Item(1, text="apples are")), tokenizer("bos"), max_tokens=8)
     (cut,), (short,) = encoded.sequences
     assert cut.ids == whole.ids[:8] and (cut.sample, short.sample) == (0, 1) and encoded.truncated == 1
-    assert encoded.notes == ("1 of 2 items are longer than 8 tokens and lost their end",)
+    assert encoded.notes == ("1 of 2 items are longer than 8 tokens (--max-tokens) and lost their end",)
     assert encoded.tokens == 8 + len(short.ids)
 
 
@@ -206,7 +206,9 @@ def test_a_long_prompt_loses_its_front() -> None:
     cut = only(encoded)
     assert cut.ids == (whole.ids[0], *whole.ids[whole.start - 2 :]) and cut.start == 3
     assert cut.ids[cut.final :] == whole.ids[whole.final :] and encoded.truncated == 1
-    assert encoded.notes == (f"1 of 1 items are longer than {answer + 3} tokens and lost their beginning",)
+    assert encoded.notes == (
+        f"1 of 1 items are longer than {answer + 3} tokens (--max-tokens) and lost their beginning",
+    )
     encoded = encode(data(item), tokenizer("bos"), max_tokens=5)
     cut = only(encoded)
     assert (

@@ -200,3 +200,14 @@ def test_targets_hold_their_parts_and_nothing_else() -> None:
     assert layer.contains(Target("cell", ("matmul",), (1,))) and not layer.contains(Target("cell", ("softmax",), (1,)))
     assert Target("operator", ("softmax",)).contains(Target("cell", ("softmax",), (4,)))
     assert not Target("place", place="lm_head").contains(layer) and not layer.contains(Target("place", place="lm_head"))
+
+
+def test_a_predicted_part_is_no_share_of_a_measurement() -> None:
+    """What was injected into the whole and predicted for the part are named apart; of the same kind it is a share."""
+    rest = {layer: predicted(0.001) for layer in range(1, 8)}
+    cells = {(0, "linear"): predicted(0.092)}
+    screened = ranked_findings(sections(layers={0: predicted(0.1)} | rest, cells=cells))[0]
+    assert "92 % of it in layer 0, linear" in screened.notes
+    injected = replace(predicted(0.1), evidence="injected")
+    mixed = ranked_findings(sections(layers={0: injected} | rest, cells=cells))[0]
+    assert "most of it in layer 0, linear (predicted: 0.092 nats per token)" in mixed.notes

@@ -133,3 +133,16 @@ def test_errors_where_nothing_may_differ_are_told_by_their_size(method):
     assert "mean" not in evidence
     ulps = float(evidence.split("(")[2].split(" ulp of the largest element)")[0])
     assert 0.01 * 2**23 * 0.9 < ulps < 0.01 * 2**24 * 1.1
+
+
+def test_detection_limits_are_of_healthy_sites():
+    """What a faulty softmax and the attention around it computed says nothing of what would have shown."""
+    model = tiny_model("llama", layers=3)
+    healthy = audit(model, quick=True).smallest_visible
+    with faulty(model, "gain:0.01@1/softmax"):
+        found = audit(model, quick=True)
+    assert found.verdict == "faulty" and found.suspects[0].site.place == 1
+    assert healthy["softmax"]["sites"] == 3 and found.smallest_visible["softmax"]["sites"] == 2
+    assert found.smallest_visible["linear"]["sites"] == healthy["linear"]["sites"]
+    for operator, limit in found.smallest_visible.items():
+        assert limit["gain"] <= 1.5 * healthy[operator]["gain"], operator

@@ -12,12 +12,14 @@ from typer.testing import CliRunner
 
 from noisescope.cli import app
 from noisescope.cli.command_builder import COMMANDS
+from noisescope.diagnosis.question import Question
 from noisescope.diagnosis.rows import LayerAnalysis
 from noisescope.options.fields import options_of
 from noisescope.reports.document import Chart, Columns, Command, Curve, Document, HeatMap, Panel, every_block
 from noisescope.reports.markdown import to_markdown
 from noisescope.reports.next_steps import next_steps, run_command
 from noisescope.reports.report_file import DiagnosisReport, Report
+from noisescope.reports.words import band_of
 
 
 def document(report: DiagnosisReport) -> Document:
@@ -248,3 +250,29 @@ def test_a_command_of_a_report_is_in_every_form(made: DiagnosisReport) -> None:
     """As a block that can be copied."""
     steps = [block for block in document(made).blocks() if isinstance(block, Command)]
     assert 0 < len(steps) <= 3 and all(f"```\n{step.text}\n```" in to_markdown(document(made)) for step in steps)
+
+
+def test_a_number_format_has_no_noise(made: DiagnosisReport) -> None:
+    """It draws nothing: no seeds are counted, and nothing is called noise that was rounded."""
+    question = Question("int4", "weights", "group", 64, False)
+    rounded = with_run(made, settings=replace(made.run.settings, question=question))
+    text = to_markdown(document(rounded).summary())
+    assert "scored tokens; intervals are 95 %" in text and "noise seed" not in text
+    assert "The format was applied to 1 of 2 cells of the map" in text
+
+
+def test_noise_is_told_in_words(made: DiagnosisReport) -> None:
+    """Not as the repr of a value; a perturbation of the caller's own is shown as it prints itself."""
+    shown = "Gaussian(scale=0.05, relative_to='element')"
+    told = with_run(made, settings=replace(made.run.settings, perturbation=shown))
+    assert dict(document(told).facts)["Noise"] == "Gaussian, 5 % of each number, 2 seeds"
+    own = with_run(made, settings=replace(made.run.settings, perturbation="Mine()"))
+    assert dict(document(own).facts)["Noise"] == "Mine(), 2 seeds"
+
+
+def test_a_loss_that_may_be_nothing_has_no_low_colour(made: DiagnosisReport) -> None:
+    """From LOW to CRITICAL nothing is certain; from MODERATE on that much is."""
+    row = next(iter((made.operator_analysis or {}).values()))
+    for band, tone in (("LOW", "unsure"), ("MODERATE", "moderate")):
+        cell = band_of(replace(row, band=band, band_upper="CRITICAL"))
+        assert (cell.text, cell.tone) == (f"{band} to CRITICAL (borderline)", tone)

@@ -141,8 +141,6 @@ def data_notes(test: Material, found: DataSet | None, wanted: int) -> Iterable[s
         yield found.note
     if len(test) < wanted:
         yield f"the data holds {len(test)} samples, {wanted} were asked for"
-    if test.encoded.truncated:
-        yield f"{test.encoded.truncated} of {len(test)} samples were cut to fit (--max-tokens)"
     yield from test.encoded.notes
 
 

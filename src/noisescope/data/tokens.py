@@ -76,7 +76,10 @@ def encode(data: DataSet, tokenizer: Any, *, max_tokens: int = 256) -> Encoded:
     notes = []
     if truncated:
         end = "end" if data.kind == "text" else "beginning"
-        notes.append(f"{truncated} of {len(sequences)} items are longer than {max_tokens} tokens and lost their {end}")
+        notes.append(
+            f"{truncated} of {len(sequences)} items are longer than {max_tokens} tokens (--max-tokens) and lost their "
+            f"{end}"
+        )
     if cut_prompts:
         notes.append(
             f"{cut_prompts} of {len(sequences)} answers fill {max_tokens} tokens alone: their prompt is not seen"

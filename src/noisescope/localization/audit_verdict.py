@@ -49,16 +49,14 @@ def conclude(log: AuditLog, judged: JudgedModel | None = None) -> Verdict:
     coverage = Coverage() if judged is None else _coverage(log, judged)
     decided = not unseen and (judged is None or coverage.enough)
     verdict = "faulty" if suspects else "healthy" if decided else "undecided"
-    visible = {operator: limit.to_dict() for operator, limit in _healthy_limits(log, suspects).items()}
+    visible = {operator: limit.to_dict() for operator, limit in _healthy_limits(log).items()}
     notes = tuple(_notes(log))
     return Verdict(verdict, "audit", suspects, visible, float(log.forwards), log.tests, notes, unseen, coverage)
 
 
-def _healthy_limits(log: AuditLog, suspects: Sequence[Suspect]) -> dict[str, DetectionLimit]:
-    """Without the suspects, and without the fused attention that holds one: their errors say nothing of a limit."""
-    blamed = {site for suspect in suspects for site in (suspect.site, *suspect.also)}
-    blamed |= {dataclasses.replace(site, operator=FUSED) for site in blamed}
-    limits = {operator: limit.without(blamed) for operator, limit in log.limits.items()}
+def _healthy_limits(log: AuditLog) -> dict[str, DetectionLimit]:
+    """Without sites that raised an alarm, such as a softmax and the attention around it: they are wrong, not judged."""
+    limits = {operator: limit.without(log.alarms) for operator, limit in log.limits.items()}
     return {operator: limit for operator, limit in limits.items() if limit.sites}
 
 
