@@ -198,7 +198,7 @@ def format_slopes(runner: TrialRunner, trial: Trial) -> Result:
     scope = FormatSlopes(runner.model, {n: weight_format(n) for n in names}, held, anatomy=runner.anatomy)
     samples = runner.materials[part.data].samples(part)
     divergence, tokens = np.zeros(len(samples)), np.zeros(len(samples))
-    size = min(FORMAT_SAMPLES, -(-len(samples) // 2))  # two batches at least: their slopes are compared
+    size = min(2 * FORMAT_SAMPLES, -(-len(samples) // 2))  # two batches at least: their slopes are compared
     for number, batch in enumerate(runner.batches(part, size=size, whole=True)):
         scope.half = number % 2
         owners = batch.whole.owners.cpu().numpy()
