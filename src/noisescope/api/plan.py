@@ -56,7 +56,8 @@ def precision(report: ReportSource, options: PrecisionOptions, *, subject: Model
     """
     found = as_report(report)
     options = plans.with_formats_of_tool(found, options)
-    plan, notes = plans.plan_precision(found, options=options), ()
+    plan = plans.plan_precision(found, options=options)
+    notes: tuple[str, ...] = ()
     if options.refine:
         from noisescope.api.plan_trials import refine_precision
 

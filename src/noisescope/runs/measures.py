@@ -16,6 +16,7 @@ from noisescope.errors import InvalidInput
 from noisescope.measures.fisher import GradientScreen, Screen
 from noisescope.measures.format_costs import (
     FormatScreen,
+    PerModule,
     count_block_parameters,
     effective_bits,
     planned_weights,
@@ -24,6 +25,7 @@ from noisescope.measures.format_costs import (
 from noisescope.measures.format_screen import QuestionScreen
 from noisescope.measures.format_slopes import FormatSlopes
 from noisescope.probe.capture import Capture
+from noisescope.probe.formats import Format
 from noisescope.probe.inject import Probe, inject
 from noisescope.probe.watch import selected_by
 from noisescope.runs.batches import CHOICE, SampleScores
@@ -194,7 +196,9 @@ def format_slopes(runner: TrialRunner, trial: Trial) -> Result:
     `injection` is the plan, None where all keep 16 bits. Slopes are of the mean over samples of the KL per token.
     """
     part, names = trial.slice, [str(name) for name in trial.settings["formats"]]
-    held = {} if trial.injection is None else dict(trial.injection.perturbation.perturbations)
+    plan = PerModule(()) if trial.injection is None else trial.injection.perturbation
+    assert isinstance(plan, PerModule)
+    held = {module: fmt for module, fmt in plan.perturbations if isinstance(fmt, Format)}
     scope = FormatSlopes(runner.model, {n: weight_format(n) for n in names}, held, anatomy=runner.anatomy)
     samples = runner.materials[part.data].samples(part)
     divergence, tokens = np.zeros(len(samples)), np.zeros(len(samples))
