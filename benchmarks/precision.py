@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from precision_rivals import filled, first_and_last, gradient_scores, llama_cpp, with_scores
+from precision_rivals import filled, first_and_last, gradient_scores, llama_cpp, one_at_a_time, with_scores
 from screen_setup import frame_of, read_material, save
 
 import noisescope as ns
@@ -45,12 +45,11 @@ from noisescope.runs.store import Store
 from noisescope.runs.trial_runner import LocalExecutor, NoProgress, TrialRunner, run_waves
 from noisescope.trials import Slice, Trial
 
-FORMATS = ("int4", "int4_asymmetric", "int4_clipped", "int8")
-FOUR_BITS = FORMATS[:3]
+FORMATS = ("int4_asymmetric", "int4_clipped", "int8")
+FOUR_BITS = FORMATS[:2]
 VARIANTS: dict[str, dict[str, Any]] = {
-    "refined": {"shrink": True, "errors": 1.0},
-    "refined, any gain": {"shrink": True, "errors": 0.0},
-    "refined, all slopes": {"shrink": False, "errors": 1.0},
+    "refined": {"shrink": False, "errors": 0.0},
+    "refined, cautious": {"shrink": True, "errors": 1.0},
 }
 OURS = ("screen", *VARIANTS)
 
@@ -162,12 +161,12 @@ def main() -> None:
     parser.add_argument("model", help="folder of the model")
     parser.add_argument("--data", required=True, type=Path, help="JSONL with question and answer")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--calibration", type=int, default=16, help="sequences to choose on")
+    parser.add_argument("--calibration", type=int, default=32, help="sequences to choose on")
     parser.add_argument("--sequences", type=int, default=64, help="held-out sequences to measure on")
     parser.add_argument("--length", type=int, default=128, help="tokens of a sequence")
     parser.add_argument("--bits", nargs="*", type=float, default=[4.5, 5.0])
     parser.add_argument("--random", type=int, default=50)
-    parser.add_argument("--rounds", type=int, default=24, help="of refinement")
+    parser.add_argument("--rounds", type=int, default=20, help="of refinement")
     parser.add_argument("--no-dither", dest="dithered", action="store_false")
     parser.add_argument("--without", nargs="*", default=[], help="rivals to leave out, such as 'one at a time'")
     parser.add_argument("-o", "--output", type=Path)
@@ -215,8 +214,7 @@ def main() -> None:
         timed("gradient scores", since)
         since = time.perf_counter()
         if "one at a time" not in options.without:
-            alone = bench.kl({f"{n} {f}": {n: f} for n in names for f in FORMATS}, calibration)
-            scores["one at a time"] = {n: {f: float(alone[f"{n} {f}"].mean()) for f in FORMATS} for n in names}
+            scores["one at a time"] = one_at_a_time(subject.model, names, FORMATS, torch.cat(tokens))
             timed("one at a time", since)
         rivals = {name: with_scores(modules, found) for name, found in scores.items()}
         uniform = {name: uniform_plan(modules, name) for name in FORMATS}

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from noisescope.measures.divergence import kl_divergence
 from noisescope.measures.format_costs import WEIGHT_FORMATS
 from noisescope.plans.precision import Module, Plan, plan_of
 from noisescope.probe.formats import quantise
@@ -62,10 +63,9 @@ def gradient_scores(
     """The three scores that need gradients alone; a sample [1, T] at a time, for squares of its own gradient."""
     modules = dict(model.named_modules())
     linears = {name: modules[name] for name in names}
-    found: dict[str, Scores] = {
-        kind: {name: dict.fromkeys(formats, 0.0) for name in names}
-        for kind in ("HAWQ-like", "diagonal Fisher", "ModelOpt's score")
-    }
+    errors = {name: [rounding_error(linears[name], fmt) for fmt in formats] for name in names}
+    kinds = ("HAWQ-like", "diagonal Fisher", "ModelOpt's score")
+    sums = {name: torch.zeros(len(kinds), len(formats), device=tokens[0].device) for name in names}
     draw = torch.Generator(tokens[0].device).manual_seed(seed)
     with torch.enable_grad(), calls_of(linears) as calls:
         for ids in tokens:
@@ -78,19 +78,43 @@ def gradient_scores(
             by_text = torch.autograd.grad(text, outputs, retain_graph=True)
             by_own = torch.autograd.grad(model_own, outputs)
             for name, of_text, of_own in zip(names, by_text, by_own, strict=True):
-                x, weight = calls[name][0][0].float(), linears[name].weight.detach().float()
+                x = calls[name][0][0].float()
                 squares, trace = (of_text[0].float().T @ x).square(), (of_own[0].float().T @ x).square().mean()
-                for fmt in formats:
-                    error = quantise(weight, WEIGHT_FORMATS[fmt], weight=True) - weight
-                    costs = (
-                        trace * error.square().sum(),
-                        (squares * error.square()).sum(),
-                        (of_text[0].float().square() * (x @ error.T).square()).sum(),
-                    )
-                    for scores, cost in zip(found.values(), costs, strict=True):
-                        scores[name][fmt] += float(cost)
+                for at, error in enumerate(errors[name]):
+                    sums[name][0, at] += trace * error.square().sum()
+                    sums[name][1, at] += (squares * error.square()).sum()
+                    sums[name][2, at] += (of_text[0].float().square() * (x @ error.T).square()).sum()
             calls.clear()
-    return found
+    tables = {name: found.tolist() for name, found in sums.items()}
+    return {
+        kind: {name: dict(zip(formats, tables[name][row], strict=True)) for name in names}
+        for row, kind in enumerate(kinds)
+    }
+
+
+def rounding_error(linear: Any, fmt: str) -> Tensor:
+    weight = linear.weight.detach().float()
+    return quantise(weight, WEIGHT_FORMATS[fmt], weight=True) - weight
+
+
+@torch.no_grad()
+def one_at_a_time(model: Any, names: Sequence[str], formats: Sequence[str], tokens: Tensor) -> Scores:
+    """Mean KL of the model with one linear rounded, [N, T] at once."""
+    modules = dict(model.named_modules())
+
+    def logits() -> Tensor:
+        found: Tensor = model(input_ids=tokens, use_cache=False).logits[:, :-1].flatten(0, 1)
+        return found
+
+    clean, found = logits(), {}
+    for name in names:
+        weight, found[name] = modules[name].weight, dict[str, Any]()
+        kept = weight.data
+        for fmt in formats:
+            weight.data = quantise(kept, WEIGHT_FORMATS[fmt], weight=True)
+            found[name][fmt] = kl_divergence(clean, logits()).mean()
+        weight.data = kept
+    return {name: {fmt: float(kl) for fmt, kl in row.items()} for name, row in found.items()}
 
 
 # -- rules: linears get 8 bits in a fixed order, as long as the budget allows

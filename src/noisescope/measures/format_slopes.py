@@ -56,8 +56,8 @@ class FormatSlopes(GradientScreen):
             used = weight if now is None else quantise(weight, now, weight=True)
             of_weight = gradient.flatten(0, -2).float().T @ x.flatten(0, -2).float()
             rounded = (quantise(weight, fmt, weight=True).float() for fmt in self.formats.values())
-            found = torch.stack([((one - used.float()) * of_weight).sum() for one in rounded]).double().cpu()
-            known = self.sums.setdefault(site, torch.zeros(2, len(self.formats), dtype=torch.float64))
+            found = torch.stack([((one - used.float()) * of_weight).sum() for one in rounded]).double()
+            known = self.sums.setdefault(site, found.new_zeros(2, len(self.formats)))
             known[self.half] += found
 
         self.on_gradient(call, y, (call.tensors[0], linear_weight(call.callee)), add)

@@ -46,8 +46,8 @@ class Refinement:
     rounds: int
     samples: Slice
     injection: Callable[[Mapping[str, str]], Injection | None]  # that carries a plan out
-    shrink: bool = True
-    errors: float = 1.0
+    shrink: bool = False  # slopes beyond those of independent errors, by how well two halves of the samples agree
+    errors: float = 0.0  # a change is kept if the KL is lower by more than so many standard errors
     phase: ClassVar[str] = "refining the plan"
     _solved: dict[tuple[str, float], Plan] = field(default_factory=dict, compare=False)  # every wave asks again
 

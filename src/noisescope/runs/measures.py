@@ -201,13 +201,13 @@ def format_slopes(runner: TrialRunner, trial: Trial) -> Result:
     `injection` is the plan, None where all keep 16 bits. Slopes are of the mean over samples of the KL per token.
     """
     part, names = trial.slice, [str(name) for name in trial.settings["formats"]]
-    plan = None if trial.injection is None else trial.injection.perturbation
-    assert plan is None or isinstance(plan, PerModule)
-    held = {} if plan is None else {name: fmt for name, fmt in plan.perturbations if isinstance(fmt, Format)}
+    plan = PerModule(()) if trial.injection is None else trial.injection.perturbation
+    assert isinstance(plan, PerModule)
+    held = {module: fmt for module, fmt in plan.perturbations if isinstance(fmt, Format)}
     scope = FormatSlopes(runner.model, {n: weight_format(n) for n in names}, held, anatomy=runner.anatomy)
     samples = runner.materials[part.data].samples(part)
     divergence, tokens = np.zeros(len(samples)), np.zeros(len(samples))
-    size = min(FORMAT_SAMPLES, -(-len(samples) // 2))  # two batches at least: their slopes are compared
+    size = min(2 * FORMAT_SAMPLES, -(-len(samples) // 2))  # two batches at least: their slopes are compared
     for number, batch in enumerate(runner.batches(part, size=size, whole=True)):
         scope.half = number % 2
         owners = batch.whole.owners.cpu().numpy()
