@@ -112,6 +112,7 @@ def test_a_streamed_model_is_identified_copied_and_sent(folder: Path) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("stream", ["host", "disk"])
 def test_on_a_gpu_the_same_numbers_come_from_weights_on_the_host(folder: Path, stream: str) -> None:
     whole, streamed = (ns.load(folder, device="cuda", stream=where) for where in (None, stream))
