@@ -60,7 +60,7 @@ def hutch_plus_plus(
     if size <= probes:
         return _exact(matvec, size, generator, dtype)
     k = probes // 3
-    sketch = [matvec(_rademacher((size,), generator, dtype)) for _ in range(k)]
+    sketch = [matvec(rademacher((size,), generator, dtype)) for _ in range(k)]
     q, _ = torch.linalg.qr(torch.stack(sketch, dim=1))  # [size, k]
     inside = math.fsum(float(torch.dot(column, matvec(column))) for column in _columns(q))
     outside = []
@@ -68,7 +68,7 @@ def hutch_plus_plus(
         v = torch.randn(size, generator=generator, device=generator.device, dtype=dtype)
         v = v - q @ (q.T @ v)
         outside.append(torch.dot(v, matvec(v)) / torch.dot(v, v))
-    return _estimate(inside + (size - k) * torch.stack(outside).cpu().double(), size, probes)
+    return estimate_trace(inside + (size - k) * torch.stack(outside).cpu().double(), size, probes)
 
 
 def xtrace(
@@ -96,7 +96,7 @@ def xtrace(
         c = inner[:, i] - lost * torch.dot(lost, inner[:, i])  # coordinates of w_i in the basis without column i
         v = w[:, i] - q @ c
         samples.append(inside + (size - m + 1) * torch.dot(v, y[:, i] - z @ c) / torch.dot(v, v))
-    return _estimate(torch.stack(samples), size, 2 * m)
+    return estimate_trace(torch.stack(samples), size, 2 * m)
 
 
 def hessian_traces(
@@ -113,15 +113,15 @@ def hessian_traces(
     if method not in METHODS:
         raise unknown("method", method, METHODS)
     _check_probes(probes, 2 if method == "hutchinson" else 4)
-    members = _members(groups)
+    members = members_of(groups)
     sizes = {name: sum(p.numel() for p in set(group)) for name, group in groups.items()}
     generators = {p.device: torch.Generator(p.device).manual_seed(seed) for p in members}
-    with _only_these_learn(model, members), sdpa_kernel(SDPBackend.MATH):
+    with only_these_learn(model, members), sdpa_kernel(SDPBackend.MATH):
         slopes = dict(zip(members, _gradients(loss_of(model), members, create_graph=True), strict=True))
         if method == "hutchinson":
             samples = _shared_probes(slopes, probes, generators)
             together = {name: torch.stack([samples[p] for p in dict.fromkeys(group)]) for name, group in groups.items()}
-            return {name: _estimate(rows.sum(0), sizes[name], probes) for name, rows in together.items()}
+            return {name: estimate_trace(rows.sum(0), sizes[name], probes) for name, rows in together.items()}
         estimates = {}
         for name, group in groups.items():
             product = _flat_product({p: slopes[p] for p in group})
@@ -142,13 +142,13 @@ def parameter_fisher(
     """
     if draws < 1:
         raise InvalidInput(f"draws must be at least 1, got {draws}")
-    wanted = None if groups is None else set(_members(groups))
+    wanted = None if groups is None else set(members_of(groups))
     named = {n: p for n, p in model.named_parameters() if p.is_floating_point() and (wanted is None or p in wanted)}
     if not named:
         raise InvalidInput("no parameters to measure: groups must contain floating-point parameters of this model")
     members, samples = list(named.values()), 0
     generator: torch.Generator | None = None
-    with _only_these_learn(model, members):
+    with only_these_learn(model, members):
         total = {name: torch.zeros_like(p, dtype=torch.float32, requires_grad=False) for name, p in named.items()}
         for sample in _samples(batches):
             samples += 1
@@ -171,7 +171,7 @@ def gradient_norms(model: nn.Module, loss_fn: Loss, groups: Groups) -> dict[str,
 
     Each gradient is let go as soon as its norm is known, so that they never take the memory of a second model.
     """
-    members = _members(groups)
+    members = members_of(groups)
     before, norms, handles = {p: p.grad for p in members}, dict[nn.Parameter, Tensor](), []
 
     def take(p: nn.Parameter) -> None:
@@ -179,7 +179,7 @@ def gradient_norms(model: nn.Module, loss_fn: Loss, groups: Groups) -> dict[str,
         p.grad = None
 
     try:
-        with _only_these_learn(model, members):
+        with only_these_learn(model, members):
             for p in members:
                 p.grad = None
                 handles.append(p.register_post_accumulate_grad_hook(take))  # type: ignore[no-untyped-call]
@@ -197,7 +197,7 @@ def _shared_probes(slopes: Slopes, probes: int, generators: Mapping[torch.device
     """v.(Hv) of each parameter for each probe, float64 [probes] on the host."""
     samples: dict[nn.Parameter, list[Tensor]] = {p: [] for p in slopes}
     for _ in range(probes):
-        vectors = [_rademacher(p.shape, generators[p.device], p.dtype) for p in slopes]
+        vectors = [rademacher(p.shape, generators[p.device], p.dtype) for p in slopes]
         for p, v, hv in zip(slopes, vectors, _products(slopes, vectors), strict=True):
             samples[p].append((v.float() * hv.float()).sum())
     return {p: torch.stack(values).cpu().double() for p, values in samples.items()}
@@ -263,7 +263,7 @@ def _log_likelihood(model: nn.Module, sample: Tensor | dict[str, Tensor]) -> tup
 
 
 @contextmanager
-def _only_these_learn(model: nn.Module, members: Iterable[nn.Parameter]) -> Iterator[None]:
+def only_these_learn(model: nn.Module, members: Iterable[nn.Parameter]) -> Iterator[None]:
     """Evaluation mode and gradients for these parameters alone; afterwards modes and requires_grad are as they were."""
     chosen = set(members)
     before = {p: p.requires_grad for p in [*model.parameters(), *chosen]}
@@ -277,7 +277,7 @@ def _only_these_learn(model: nn.Module, members: Iterable[nn.Parameter]) -> Iter
             p.requires_grad_(learned)
 
 
-def _members(groups: Groups) -> list[nn.Parameter]:
+def members_of(groups: Groups) -> list[nn.Parameter]:
     """All parameters of all groups, each once."""
     if not groups:
         raise InvalidInput("groups is empty: give at least one name with its parameters")
@@ -287,7 +287,7 @@ def _members(groups: Groups) -> list[nn.Parameter]:
     return list(dict.fromkeys(p for group in groups.values() for p in group))
 
 
-def _rademacher(shape: Sequence[int], generator: torch.Generator, dtype: torch.dtype) -> Tensor:
+def rademacher(shape: Sequence[int], generator: torch.Generator, dtype: torch.dtype) -> Tensor:
     """+1 or -1 with equal chance: of all vectors with unit variance, the ones with the least variance of v.Av."""
     return torch.randint(0, 2, tuple(shape), generator=generator, device=generator.device, dtype=dtype) * 2 - 1
 
@@ -303,7 +303,7 @@ def _exact(matvec: MatVec, size: int, generator: torch.Generator, dtype: torch.d
     return TraceEstimate(trace, trace, trace, trace / size, size, size)
 
 
-def _estimate(samples: Tensor, size: int, probes: int) -> TraceEstimate:
+def estimate_trace(samples: Tensor, size: int, probes: int) -> TraceEstimate:
     values = samples.detach().cpu().double()
     trace = float(values.mean())
     half = float(stdtrit(len(values) - 1, 0.975)) * float(values.std()) / math.sqrt(len(values))

@@ -26,6 +26,7 @@ from noisescope.errors import InvalidInput, unknown
 from noisescope.model.anatomy import dissect
 from noisescope.options.fields import STREAMS
 
+_LARGE = 1 << 20  # bytes: smaller weights share pages, and a page can be locked once
 _AHEAD = 2  # blocks that the host may be ahead of the device: their weights are allocated
 
 
@@ -137,7 +138,6 @@ class _Weights:
             self._fetched = [host.to(self._device, copy=True) for host in hosts], versions, None
             return
         side = _side_stream(self._device)
-        side.wait_stream(torch.cuda.current_stream(self._device))  # memory that is free there may be in use here
         with torch.cuda.stream(side):
             copies = [host.to(self._device, non_blocking=True) for host in hosts]
             self._fetched = copies, versions, side.record_event()
@@ -193,5 +193,7 @@ def _pin(weights: Iterable[nn.Parameter]) -> None:
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     for weight in weights:
         where, size = weight.data_ptr(), weight.untyped_storage().nbytes()
-        if not weight.is_pinned() and int(runtime.cudaHostRegister(where, size, 0)) == 0:
+        if size < _LARGE or weight.is_pinned():
+            continue
+        if int(runtime.cudaHostRegister(where, size, 0)) == 0:
             weakref.finalize(weight, runtime.cudaHostUnregister, where)

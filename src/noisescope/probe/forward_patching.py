@@ -178,7 +178,7 @@ class ModelScope:
             if self.owned_by is not None:
                 raise ModelHeld("this scope is already open; create a new one for each `with`")
             name = type(self.model).__name__
-            for module in self.model.modules():
+            for module in modules.values():
                 held = scopes_on(module)
                 if held and held[0].held_elsewhere:
                     raise ModelHeld(
@@ -228,7 +228,7 @@ class ModelScope:
             if targeted and isinstance(module, (nn.TransformerEncoder, nn.TransformerEncoderLayer)):
                 self._wrap(module, CALLS)
         self._shield(modules)
-        for name in {parent for block in self.anatomy.blocks for parent in _parents(block)}:
+        for name in dict.fromkeys(parent for block in self.anatomy.blocks for parent in _parents(block)):
             if not isinstance(modules[name], (nn.ModuleList, nn.ModuleDict)):
                 self._wrap(modules[name], MODULE).root = True  # generate() may call an inner model or an encoder
         self._wrap(self.model, MODULE).root = True
@@ -238,8 +238,8 @@ class ModelScope:
     def _shield(self, modules: dict[str, nn.Module]) -> None:
         """Hide the operators inside an observed module: the observer must not see how they are implemented."""
         watching = {module for module, wrapper in self._wrappers.items() if wrapper.kind != MODULE}
-        watched = {name for name, module in modules.items() if module in watching}
-        for unit in self.anatomy.units:
+        watched = {name for name, module in modules.items() if module in watching} if watching else set()
+        for unit in self.anatomy.units if watched else ():
             if not watched.isdisjoint(_parents(unit.module)) and (
                 unit.kind != CALLS and unit.operators != ("residual",)
             ):

@@ -288,17 +288,17 @@ def capture_channels(runner: TrialRunner, trial: Trial) -> Result:
 
 def curvature(runner: TrialRunner, trial: Trial) -> Result:
     """Hessian trace of the loss with respect to each block's weights, with an interval."""
+    from noisescope.measures.block_curvature import block_hessian_traces
     from noisescope.measures.curvature import hessian_traces
 
     loss, _ = _loss(runner, trial)
-    traces = hessian_traces(
-        runner.model,
-        loss,
-        _block_parameters(runner),
-        probes=int(trial.settings["probes"]),
-        method=str(trial.settings.get("method", "hutchinson")),
-        seed=int(trial.settings["seed"]),
-    )
+    groups, method = _block_parameters(runner), str(trial.settings.get("method", "hutchinson"))
+    asked = {"probes": int(trial.settings["probes"]), "seed": int(trial.settings["seed"])}
+    traces = None
+    if method == "hutchinson":
+        traces = block_hessian_traces(runner.model, runner.anatomy, loss, groups, **asked)
+    if traces is None:
+        traces = hessian_traces(runner.model, loss, groups, method=method, **asked)
     facts = {
         name: {"trace": t.trace, "low": t.low, "high": t.high, "per_parameter": t.per_parameter, "probes": t.probes}
         for name, t in traces.items()
@@ -324,9 +324,9 @@ def _loss(runner: TrialRunner, trial: Trial) -> tuple[Callable[[Any], Tensor], T
     A second derivative is of all samples at once: a part of them would be another number.
     """
     part = trial.slice
-    batches = runner.gradient_batches(part, part.stop - part.start)
+    batches = runner.batches(part, size=part.stop - part.start, whole=True)
     if len(batches) != 1:
-        raise InvalidInput("gradients and curvature need all their samples in one batch: give them more --memory")
+        raise InvalidInput("out of memory: gradients and curvature need all their samples in one batch")
     piece = batches[0].whole
 
     def loss(model: Any) -> Tensor:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 Finish = Callable[[], Result]
 NO_MEMORY = "out of memory even with one sample at a time and no cached prefixes: use a smaller --slice"
+_ALL_AT_ONCE = ("gradients", "curvature")
 LOGITS = 1 << 28  # logits computed at once in scoring: more are done in pieces, or they would rule the memory
 
 
@@ -106,6 +107,11 @@ class TrialRunner:
             except Exception as error:  # the model's code and the user's metric may raise anything; the run continues
                 if not _out_of_memory(error):
                     found = _failure(error)
+                elif trial.measure in _ALL_AT_ONCE:  # smaller batches would not help them, and slow all others
+                    if self._clean is not None:
+                        self.forget_slice()
+                        continue
+                    found = Result(error="out of memory: gradients and curvature need all their samples in one batch")
                 elif self._shrink(trial.slice):
                     continue
                 else:
