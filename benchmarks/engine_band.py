@@ -21,10 +21,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import AutoTokenizer
 
 from noisescope.api.systems import roundoff_band
 from noisescope.comparison.roundoff import Array, RoundoffBand, gap_between
 from noisescope.data.dataset import read_data
+from noisescope.data.tokens import encode
 from noisescope.engines.opening import open_engine
 
 Ids = tuple[int, ...]
@@ -73,8 +75,15 @@ def main() -> None:
     parser.add_argument("-o", type=Path)
     options = parser.parse_args()
     name = Path(options.model).name
+    data = read_data(options.data, limit=SET * options.sets)
+    encoded = encode(data, AutoTokenizer.from_pretrained(options.model), max_tokens=options.tokens)
+    prompts = [group[0].ids for group in encoded.sequences]
+    told = {}
+    for way in options.ways.split(","):  # one model in memory at a time
+        given = prompts if not WAYS[way][1] else [ids[: options.tokens // 2] for ids in prompts]
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+            told[way] = pool.submit(vllm_rows, options.model, options.dtype, way, given).result()
     a: Any = open_engine("transformers", options.model, {"dtype": options.dtype})
-    prompts = list(a.encode(read_data(options.data, limit=SET * options.sets), options.tokens))
 
     @cache
     def band_of(texts: tuple[Ids, ...]) -> RoundoffBand | None:
@@ -86,11 +95,8 @@ def main() -> None:
         return found
 
     rows: list[dict[str, Any]] = []
-    for way in options.ways.split(","):
-        given = prompts if not WAYS[way][1] else [ids[: options.tokens // 2] for ids in prompts]
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-            told = pool.submit(vllm_rows, options.model, options.dtype, way, given).result()
-        for part in (told[first : first + SET] for first in range(0, len(told), SET)):
+    for way, answers in told.items():
+        for part in (answers[first : first + SET] for first in range(0, len(answers), SET)):
             texts = tuple(ids for ids, _ in part)
             band = band_of(texts)
             assert band is not None and band.expected.value
