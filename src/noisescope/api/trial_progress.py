@@ -46,6 +46,7 @@ class TrialProgress:
         self.own.wave(trials)
 
     def start(self, trial: Trial) -> None:
+        self.own.start(trial)
         progress.begin(self._name(trial))
 
     def step(self, trial: Trial, result: Result, seconds: float) -> None:
