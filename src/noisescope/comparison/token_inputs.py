@@ -47,8 +47,8 @@ def _kind(a: list[int], b: list[int], chat: bool) -> tuple[str, str]:
         if more <= _SHORT:
             return "special tokens", f"{lacking} lacks the {_ids(longer[-more:])} at the end"
         return "truncation", f"{lacking} lacks tokens at the end"
-    for which, one, other in (("b", a, b), ("a", b, a)):
-        if _begins_inside(one, other):
+    for which, early, late in (("b", a, b), ("a", b, a)):
+        if _begins_inside(early, late):
             return "truncation", f"{which} keeps the end of long texts where the other side keeps the beginning"
     matcher = SequenceMatcher(None, a, b, autojunk=False)
     if matcher.ratio() < _LIKE:
