@@ -34,13 +34,18 @@ class Counting:
     """Progress that remembers every trial run, and may stop the run."""
 
     def __init__(self, stop_after: int | None = None) -> None:
+        self.started: list[str] = []
         self.ran: list[str] = []
         self.stop_after = stop_after
 
     def wave(self, trials: int) -> None:
         assert trials > 0
 
+    def start(self, trial: Trial) -> None:
+        self.started.append(trial.id)
+
     def step(self, trial: Trial, result: Result, seconds: float) -> None:
+        assert trial.id in self.started
         self.ran.append(trial.id)
         if self.stop_after is not None and len(self.ran) >= self.stop_after:
             raise KeyboardInterrupt

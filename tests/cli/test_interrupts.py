@@ -25,6 +25,11 @@ COMMANDS = {  # -> the end of which phase it is interrupted at, and how to go on
 }
 
 
+def _hears_ctrl_c() -> None:
+    """A process that a shell started in the background ignores the signal, and so do its children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With the baseline of a gate."""
@@ -45,6 +50,7 @@ def test_ctrl_c_ends_in_one_line(command: str, folder: Path) -> None:
         stderr=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
+        preexec_fn=_hears_ctrl_c,
     ) as process:
         assert process.stderr is not None
         before = next(line for line in process.stderr if line.startswith(phase))
@@ -64,5 +70,6 @@ def test_ctrl_c_while_the_command_line_is_imported(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": f"{tmp_path}:{SOURCE}"},
         capture_output=True,
         text=True,
+        preexec_fn=_hears_ctrl_c,
     )
     assert found.returncode == 130 and found.stderr.strip() == f"interrupted. {NOTHING}"

@@ -232,7 +232,7 @@ def test_the_demo_task_is_asked_in_evaluation_mode() -> None:
 
 
 def test_no_other_code_sets_modes() -> None:
-    """`evaluating` is the one place; besides it, models that were just made or loaded here, and TRL's own trainer."""
+    """`evaluating` is the one place; besides it, models that were just made or loaded here, and trainers."""
     found = set()
     for path in SOURCE.rglob("*.py"):
         text = path.read_text(encoding="utf-8")
@@ -243,4 +243,4 @@ def test_no_other_code_sets_modes() -> None:
                 found.add(path.relative_to(SOURCE).as_posix())
             if isinstance(node, ast.Attribute) and node.attr == "training" and isinstance(node.ctx, ast.Store):
                 found.add(path.relative_to(SOURCE).as_posix())
-    assert found == {"model/forwards.py", "model/loading.py", "testing.py", "training/grpo.py"}
+    assert found == {"model/forwards.py", "model/loading.py", "testing.py", "training/grpo.py", "training/tuning_task.py"}

@@ -123,7 +123,6 @@ def test_arms_have_rounded_numbers_and_a_chart_for_each_noise(report: PhasesResu
         "0.021",
         "120000",
         "0",
-        "",
     ]
     blocks = PhasesReport(report).document().sections[1].blocks
     assert [block.title for block in blocks if isinstance(block, Chart)] == ["Accuracy at 5 % noise"]

@@ -44,6 +44,13 @@ TWO = Options(executor="ray", workers=2)
 NODE = {"Alive": True, "Resources": {"CPU": 2.0}}
 
 
+@pytest.fixture(autouse=True)
+def _threads_as_before() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
 def batches(count: int = 4) -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(0)
     return [{"input_ids": torch.randint(3, 64, (2, 12), generator=generator)} for _ in range(count)]
