@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import noisescope as ns
 from noisescope import demo
-from noisescope.comparison.systems import Sampling, SystemComparison
+from noisescope.comparison.system_comparison import Sampling, SystemComparison
 from noisescope.data.dataset import DataSet, Item, built_in, gather, read_data
 from noisescope.engines.compare import compare_systems
 from noisescope.engines.protocol import Engine, Reported

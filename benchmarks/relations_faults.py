@@ -35,8 +35,8 @@ from noisescope.faults import (
     SwappedChannels,
     Truncation,
 )
-from noisescope.faults.call_operands import softmax_scores
 from noisescope.faults.fault import Fault
+from noisescope.faults.operand_extraction import softmax_scores
 
 
 @dataclass(frozen=True)

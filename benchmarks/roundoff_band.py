@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import noisescope as ns
 from noisescope.api.preparation import encode_data
 from noisescope.comparison.roundoff import band_of, gap_between
-from noisescope.measures.roundoff import ScoredTokens, run_rounded
+from noisescope.measures.rounded_forwards import ScoredTokens, run_rounded
 from noisescope.model.forwards import stepwise_logits
 
 Logprobs = list[np.ndarray]

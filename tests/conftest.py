@@ -34,7 +34,7 @@ LONGEST = (
     "localization/test_relations_guards.py",
     "compat/noisy_ops/test_process_wide.py",
     "localization/test_backward.py",
-    "localization/test_scans.py",
+    "localization/test_block_scans.py",
     "test_api.py",
 )
 
@@ -62,8 +62,8 @@ FIRST_CASE_RECORDED = (
     "localization/test_formula_recognition_classes.py",
     "localization/test_relations_faults.py",
     "localization/test_relations_guards.py",
-    "localization/test_repeated_calls.py",
-    "localization/test_scans.py",
+    "localization/test_calls_with_other_inputs.py",
+    "localization/test_block_scans.py",
     "stats/test_multiple_comparisons.py",
     "stats/test_typical.py",
 )

@@ -17,7 +17,7 @@ from noisescope import api
 from noisescope.api.preparation import encode_data
 from noisescope.diagnosis import all_levels
 from noisescope.errors import InvalidInput
-from noisescope.reports.report_file import Report
+from noisescope.reports.saved_report import Report
 from noisescope.runs.store import Store
 from noisescope.testing import tiny_model
 from noisescope.trials import Result, Trial

@@ -15,8 +15,17 @@ import noisescope
 SOURCE = Path(noisescope.__file__).parent
 
 # part -> parts it may import besides itself. A part is a module or a package right under noisescope.
-READING = {"errors", "foreign", "jsonform", "plain_text", "progress"}  # files from elsewhere, and text from them
-VALUES = READING | {"atomic_write", "estimate", "trial_id_names", "sites", "injection", "tables", "trials", "options"}
+READING = {"errors", "jsonform", "progress", "text_escaping", "untrusted_files"}  # files and text from elsewhere
+VALUES = READING | {
+    "atomic_write",
+    "estimate",
+    "injection",
+    "names_in_trial_ids",
+    "options",
+    "sites",
+    "tables",
+    "trials",
+}
 TORCHLESS = VALUES | {"stats", "findings"}  # interpreting: imported with torch blocked
 MEASURING = {"model", "data", "probe", "faults", "measures"}
 TORCH_BLOCKED = {"diagnosis", "comparison", "plans", "reports"}
@@ -48,7 +57,7 @@ ALLOWED: dict[str, set[str]] = {
     "noisy_ops": {"compat", "errors"},
     "diagnostic": {"compat"},
     "api": BELOW_CLI,
-    "cli": {"api", "options", "errors", "plain_text", "progress"},
+    "cli": {"api", "options", "errors", "text_escaping", "progress"},
     "__main__": {"cli"},
 }
 FILES = sorted(path.relative_to(SOURCE) for path in SOURCE.rglob("*.py") if path != SOURCE / "__init__.py")

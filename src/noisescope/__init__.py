@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from noisescope.probe.noise import Uniform as Uniform
     from noisescope.probe.watch import RecordedCall as RecordedCall
     from noisescope.probe.watch import watch as watch
-    from noisescope.reports.report_file import Report as Report
+    from noisescope.reports.saved_report import Report as Report
 
 __version__ = "0.2.0"
 
@@ -62,7 +62,7 @@ _LAZY = {
     "probe.inject": ("inject",),
     "probe.noise": ("Bias", "Gaussian", "Rounding", "Shrink", "Uniform"),
     "probe.watch": ("RecordedCall", "watch"),
-    "reports.report_file": ("Report",),
+    "reports.saved_report": ("Report",),
 }  # fmt: skip
 _HOMES = {name: f"noisescope.{home}" for home, names in _LAZY.items() for name in names}
 

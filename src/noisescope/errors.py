@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-from noisescope.plain_text import cut
+from noisescope.text_escaping import cut
 
 
 class NoisescopeError(Exception):

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from noisescope.errors import InvalidInput, unknown
-from noisescope.plain_text import cut
+from noisescope.names_in_trial_ids import registered
 from noisescope.sites import GROUPS, PHASES, TENSORS, Place, Site, canonical_operator, canonical_place, matches_operator
-from noisescope.trial_id_names import registered
+from noisescope.text_escaping import cut
 
 Perturbation = Callable[[Any, Any], Any]  # (tensor, draw) -> tensor
 LARGEST_SCALE = 1e9  # the product of three still fits float32

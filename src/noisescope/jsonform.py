@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, TypeVar, Union
 
 from noisescope.errors import InvalidInput
-from noisescope.plain_text import LONG, one_line, shown, visible
+from noisescope.text_escaping import LONG, one_line, shown, visible
 
 V = TypeVar("V")
 Json = Any  # JSON whose shape is not ours: kept as it is

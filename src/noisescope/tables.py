@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, Self
 from noisescope.errors import MissingExtra, unknown
 from noisescope.estimate import Estimate
 from noisescope.jsonform import field_types, to_json
-from noisescope.plain_text import aligned, csv_cell, html_text, one_line
 from noisescope.sites import Site
+from noisescope.text_escaping import aligned, csv_cell, html_text, one_line
 
 if TYPE_CHECKING:
     from pandas import DataFrame

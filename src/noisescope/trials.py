@@ -1,7 +1,7 @@
 """A trial: what is done to the model x what is measured x which samples x which seed. A value; no torch here.
 
 Its id is the SHA-256 of its canonical content, so the same question asked twice is one trial, wherever and in whatever
-order it is asked. Paths, times and hosts are not part of it. trial_id_names.py names classes and functions.
+order it is asked. Paths, times and hosts are not part of it. names_in_trial_ids.py names classes and functions.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from noisescope.errors import InvalidInput
 from noisescope.injection import Injection
-from noisescope.trial_id_names import class_name, function_name, registered
+from noisescope.names_in_trial_ids import class_name, function_name, registered
 
 _TAGS = ("float", "set", "type", "callable")  # keys that name the kind of value a JSON object stands for
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from noisescope.api import diagnosis
 from noisescope.cli import app
-from noisescope.reports.report_file import schema
+from noisescope.reports.saved_report import schema
 from noisescope.stats import correlation
 
 pytestmark = pytest.mark.slow

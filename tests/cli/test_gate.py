@@ -14,7 +14,7 @@ from noisescope.cli import app
 from noisescope.errors import InvalidInput
 from noisescope.estimate import Estimate
 from noisescope.plans.gate_rows import ScoreChange
-from noisescope.reports.report_file import Report
+from noisescope.reports.saved_report import Report
 
 
 def run(*words: object) -> tuple[int, str]:

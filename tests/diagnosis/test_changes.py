@@ -31,7 +31,7 @@ from noisescope.diagnosis.change_rows import (
 )
 from noisescope.diagnosis.changes import compare_runs, sign_test
 from noisescope.diagnosis.report import Asked, DataFacts, ModelFacts, SettingsFacts
-from noisescope.diagnosis.stored_run_reader import (
+from noisescope.diagnosis.stored_trials import (
     CLEAN,
     StoredInjection,
     StoredRun,

@@ -12,7 +12,7 @@ from tests.engines.fake_engine import FakeEngine
 
 import noisescope as ns
 from noisescope.api.systems import roundoff_band
-from noisescope.comparison.systems import Sampling
+from noisescope.comparison.system_comparison import Sampling
 from noisescope.engines.compare import compare_systems
 from noisescope.engines.protocol import Reported
 from noisescope.engines.transformers_engine import TransformersEngine

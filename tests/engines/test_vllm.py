@@ -11,7 +11,7 @@ pytest.importorskip("vllm", reason="make engines installs it")
 
 import noisescope as ns
 from noisescope.api.systems import record_engine, roundoff_band
-from noisescope.comparison.systems import Sampling
+from noisescope.comparison.system_comparison import Sampling
 from noisescope.data.dataset import read_data
 from noisescope.demo import test_file as demo_data
 from noisescope.engines.compare import compare_systems

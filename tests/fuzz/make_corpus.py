@@ -25,7 +25,7 @@ import noisescope as ns
 from noisescope.jsonform import to_json
 from noisescope.passports.diff import write_passport
 from noisescope.passports.measure import take_passport
-from noisescope.reports.report_file import Report
+from noisescope.reports.saved_report import Report
 from noisescope.testing import tiny_model
 
 CORPUS = Path(__file__).parent / "corpus"

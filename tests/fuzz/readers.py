@@ -26,8 +26,8 @@ from noisescope.errors import InvalidInput
 from noisescope.injection import Injection
 from noisescope.jsonform import from_json
 from noisescope.localization.inputs import prompts_in
+from noisescope.model.checkpoint_folder_check import gguf_facts, shards_of
 from noisescope.model.checkpoint_tensors import _readers as checkpoint_readers
-from noisescope.model.foreign_files import gguf_facts, shards_of
 from noisescope.model.loading import outline
 from noisescope.options.files import read_file
 from noisescope.options.sensitivity import DiagnoseOptions

@@ -243,4 +243,10 @@ def test_no_other_code_sets_modes() -> None:
                 found.add(path.relative_to(SOURCE).as_posix())
             if isinstance(node, ast.Attribute) and node.attr == "training" and isinstance(node.ctx, ast.Store):
                 found.add(path.relative_to(SOURCE).as_posix())
-    assert found == {"model/forwards.py", "model/loading.py", "testing.py", "training/grpo.py", "training/tuning_task.py"}
+    assert found == {
+        "model/forwards.py",
+        "model/loading.py",
+        "testing.py",
+        "training/grpo.py",
+        "training/tuning_task.py",
+    }

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import noisescope as ns
 from noisescope import api
 from noisescope.cli import app
-from noisescope.diagnosis.question import Question
+from noisescope.diagnosis.format_question import Question
 from noisescope.errors import InvalidInput
 from noisescope.options.plans import KvCacheOptions
 from noisescope.plans.kv_cache import export_vllm, kv_cache_plan, rivals, vllm_command, vllm_dtype

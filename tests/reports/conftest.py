@@ -58,7 +58,7 @@ from noisescope.diagnosis.section_types import (
 from noisescope.findings import Finding, PointAvalanche, Recommendation, Risk, Target, Term
 from noisescope.plans.migration import MigrationPlan, PlaceEvidence, Priority
 from noisescope.plans.precision_results import PlanData, PlanRow, PrecisionPlan, Prediction, RandomPlans
-from noisescope.reports.report_file import DiagnosisReport, LocateSection
+from noisescope.reports.saved_report import DiagnosisReport, LocateSection
 from noisescope.stats import Correlation, Estimate
 from noisescope.trials import Conditions
 

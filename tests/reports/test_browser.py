@@ -30,10 +30,10 @@ from noisescope.diagnosis.rows import (
     LevelEffect,
     WindowEffect,
 )
-from noisescope.reports import analysis_sections, pictures, report_document
+from noisescope.reports import analysis_sections, diagnosis_charts, report_document
 from noisescope.reports import document as d
 from noisescope.reports.html import to_html
-from noisescope.reports.report_file import DiagnosisReport, Report
+from noisescope.reports.saved_report import DiagnosisReport, Report
 from noisescope.stats import Estimate
 
 CHROMIUM, DRIVER = "/usr/bin/chromium", "/usr/bin/chromedriver"
@@ -121,7 +121,7 @@ def large() -> d.Document:
     tag = d.Cell("HIGH", tone="high")
     finding = d.Paragraph("costs 25.1 % of the accuracy [19.0 %, 31.2 %], n = 200", "softmax:", "2 times the next", tag)
     next_step = d.Paragraph("Keep layers 8 to 10 in BF16 and look at softmax first.")
-    heat = pictures.heat_map(ANALYSIS, "accuracy")
+    heat = diagnosis_charts.heat_map(ANALYSIS, "accuracy")
     assert heat is not None
     findings = d.Columns((d.Panel("Where", (d.Bullets((finding,) * 3, numbered=True),)), d.Panel("", (heat,))))
     steps = d.Panel("What to do", (next_step, d.Command("noisescope plan migration 'a run'", "List the places:")))
@@ -135,7 +135,7 @@ def large() -> d.Document:
         (("Model", "some/model-of-a-long-name (SomeForCausalLM, 28 blocks)"), ("Data", "x.jsonl, 200 samples")),
         (
             d.Section("summary", "Summary", (verdict, findings, d.Columns((steps, sure)))),
-            d.Section("pictures", "In pictures", tuple(pictures.window_chart(ANALYSIS, "accuracy"))),
+            d.Section("pictures", "In pictures", tuple(diagnosis_charts.window_chart(ANALYSIS, "accuracy"))),
             d.Section("advice", "Recommendations", (table,)),
             *analysis_sections.layer_sections(ANALYSIS, "accuracy"),
             d.Section("tones", "Every tone", tones),

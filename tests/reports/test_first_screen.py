@@ -12,14 +12,14 @@ from typer.testing import CliRunner
 
 from noisescope.cli import app
 from noisescope.cli.command_builder import COMMANDS
-from noisescope.diagnosis.question import Question
+from noisescope.diagnosis.format_question import Question
 from noisescope.diagnosis.rows import LayerAnalysis
 from noisescope.options.fields import options_of
+from noisescope.reports.cell_text import band_of
 from noisescope.reports.document import Chart, Columns, Command, Curve, Document, HeatMap, Panel, every_block
 from noisescope.reports.markdown import to_markdown
 from noisescope.reports.next_steps import next_steps, run_command
-from noisescope.reports.report_file import DiagnosisReport, Report
-from noisescope.reports.words import band_of
+from noisescope.reports.saved_report import DiagnosisReport, Report
 
 
 def document(report: DiagnosisReport) -> Document:

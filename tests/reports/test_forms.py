@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import noisescope as ns
-from noisescope import plain_text
+from noisescope import text_escaping
 from noisescope.diagnosis.report import Robustness
 from noisescope.errors import InvalidInput
 from noisescope.reports.document import (
@@ -36,7 +36,7 @@ from noisescope.reports.document import (
     Verdict,
     every_block,
 )
-from noisescope.reports.report_file import DiagnosisReport, Report, schema
+from noisescope.reports.saved_report import DiagnosisReport, Report, schema
 from noisescope.testing import tiny_model
 
 BATCHES = list(torch.randint(1, 60, (8, 10), generator=torch.Generator().manual_seed(4)).split(4))
@@ -101,7 +101,7 @@ def test_every_form_says_every_number(reports: dict[str, Report], kind: str) -> 
     printed = squeezed("".join(page.extract_text() for page in pages))
     shown = squeezed(html.unescape(re.sub(r"<[^>]+>", "", page)))
     for text in texts(document):
-        assert plain_text.markdown(text) in markdown, text
+        assert text_escaping.markdown(text) in markdown, text
         assert squeezed(text) in shown, text
         missing = [number for number in NUMBER.findall(text) if number not in printed]
         assert not missing, (text, missing)  # a PDF wraps long texts between lines and columns; numbers stay whole

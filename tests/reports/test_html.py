@@ -14,7 +14,6 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from noisescope.plain_text import visible
 from noisescope.reports import html, palette
 from noisescope.reports.document import (
     TONES,
@@ -36,6 +35,7 @@ from noisescope.reports.document import (
     Verdict,
 )
 from noisescope.reports.html import to_html
+from noisescope.text_escaping import visible
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'`--></style></title>{{7*7}}{% raw %}${1}&lt;\\u003c"
 

@@ -19,7 +19,7 @@ from noisescope.plans.gate_rows import (
     ScoreRow,
 )
 from noisescope.reports.document import Curve, Table
-from noisescope.reports.figures import figure_of
+from noisescope.reports.figure_files import figure_of
 from noisescope.reports.junit import Case, to_junit, write_junit
 from noisescope.reports.run_changes import trend
 from noisescope.stats import Estimate

@@ -12,7 +12,7 @@ from noisescope.localization.coverage import Cell, Coverage, NotJudged, Phase, S
 from noisescope.localization.verdict import Suspect, Verdict
 from noisescope.reports.locate_report import as_text, grid, verdict_document, verdict_lines
 from noisescope.reports.pdf import to_pdf
-from noisescope.reports.report_file import LocateSection
+from noisescope.reports.saved_report import LocateSection
 from noisescope.sites import Site
 
 LIMITS = {

@@ -44,7 +44,7 @@ from noisescope.reports.document import (
 )
 from noisescope.reports.palette import on_paper
 from noisescope.reports.pdf import to_pdf
-from noisescope.reports.report_file import Report
+from noisescope.reports.saved_report import Report
 from noisescope.reports.text_layout import FONTS, Ruler, Run
 
 OPERATORS = ("linear", "matmul", "bmm", "softmax", "silu", "gelu", "norm", "embedding", "residual")

@@ -9,9 +9,9 @@ import pytest
 
 from noisescope.diagnosis.report import Robustness
 from noisescope.diagnosis.rows import Divergence, Effect, Interaction
+from noisescope.reports.cell_text import band_between, band_of, divergence, estimate, finding_lines, metric_name
 from noisescope.reports.document import Bullets, Chart, Document, HeatMap, Paragraph, Table, Verdict, every_block
-from noisescope.reports.report_file import DiagnosisReport, Report
-from noisescope.reports.words import band_between, band_of, divergence, estimate, finding_lines, metric_name
+from noisescope.reports.saved_report import DiagnosisReport, Report
 from noisescope.stats import Estimate, select_largest
 
 

@@ -10,7 +10,7 @@ import pytest
 from noisescope.comparison.roundoff import Digits, Roundoff, RoundoffBand, RoundoffFound
 from noisescope.diagnosis.report import Robustness
 from noisescope.estimate import Estimate
-from noisescope.reports.report_file import DiagnosisReport, Report
+from noisescope.reports.saved_report import DiagnosisReport, Report
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ import numpy as np
 
 from noisescope.errors import NoisescopeError
 from noisescope.reports.document import Document
-from noisescope.reports.report_file import SavedReport
+from noisescope.reports.saved_report import SavedReport
 from noisescope.runs.store import Store
 from noisescope.tables import Sheet
 from noisescope.trials import Conditions, Result, Slice, Trial, missing

@@ -241,7 +241,7 @@ def test_a_trend_says_how_many_gates_it_lacks(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(gates, "trend", lambda history: history)
     monkeypatch.setattr(gates, "from_json", lambda kind, row, where: row)  # the rows here are no whole gates
     monkeypatch.setattr(gates, "to_json", lambda result: result)
-    monkeypatch.setattr("noisescope.reports.figures.save_figures", lambda history, folder: history)
+    monkeypatch.setattr("noisescope.reports.figure_files.save_figures", lambda history, folder: history)
     with pytest.warns(UserWarning, match="1 earlier gates in .* failed the checksum and are left out"):
         assert gates.keep({"verdict": "pass"}, tmp_path) == [GATES[1], {"verdict": "pass"}]
 

@@ -29,7 +29,7 @@ from noisescope.api import Options, diagnose, prepare
 from noisescope.diagnosis import all_levels
 from noisescope.diagnosis.context import Settings
 from noisescope.errors import InvalidInput, MissingExtra, NoisescopeError
-from noisescope.reports.report_file import Report
+from noisescope.reports.saved_report import Report
 from noisescope.runs import ray_executor
 from noisescope.runs.ray_worker import Answer, Ready, Worker, prompt_tokens_id
 from noisescope.runs.store import Store

@@ -14,7 +14,7 @@ from transformers import Trainer, TrainingArguments
 
 from noisescope.errors import InvalidInput
 from noisescope.probe.forward_wrapper import ForwardWrapper
-from noisescope.reports.report_file import Report
+from noisescope.reports.saved_report import Report
 from noisescope.testing import tiny_model
 from noisescope.training import AQN, Constant, Linear, NormNoise, OperatorNoise, TrainingNoiseCallback
 

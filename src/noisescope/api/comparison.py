@@ -17,7 +17,7 @@ from noisescope.comparison.records import Record, read_record
 from noisescope.comparison.records import is_unfinished as is_unfinished
 from noisescope.comparison.rows import SiteRow as SiteRow
 from noisescope.comparison.rows import TokenRow as TokenRow
-from noisescope.comparison.systems import SystemComparison as SystemComparison
+from noisescope.comparison.system_comparison import SystemComparison as SystemComparison
 from noisescope.diagnosis.report import Diagnosis
 from noisescope.errors import InvalidInput
 from noisescope.options.base import takes_options
@@ -26,7 +26,7 @@ from noisescope.passports.diff import diff as diff
 from noisescope.passports.diff import read_passport as read_passport
 from noisescope.passports.diff import say as say
 from noisescope.passports.diff import write_passport as write_passport
-from noisescope.reports.report_file import Report
+from noisescope.reports.saved_report import Report
 
 
 @takes_options(CompareOptions, "a", "b")

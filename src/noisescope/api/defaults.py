@@ -21,7 +21,7 @@ from noisescope.api.reports import FILE, stored_command
 from noisescope.api.run_cost import Cost, cost_of, duration, plan_trials
 from noisescope.diagnosis.context import StudyContext
 from noisescope.errors import NoisescopeError
-from noisescope.model.cpu_dtype import SLOW, slowdown, stored_dtype
+from noisescope.model.cpu_slowdown import SLOW, slowdown, stored_dtype
 from noisescope.model.forwards import input_device
 from noisescope.model.loading import Subject
 from noisescope.options.device_commands import LocateOptions, RecordOptions

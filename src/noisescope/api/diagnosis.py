@@ -26,7 +26,7 @@ from noisescope.options.shared import ExecutionOptions, LoadingOptions, Options,
 from noisescope.plans.migration import rank_places
 from noisescope.probe.formats import Format
 from noisescope.probe.noise import Gaussian
-from noisescope.reports.report_file import DiagnosisReport, LocateSection, Report
+from noisescope.reports.saved_report import DiagnosisReport, LocateSection, Report
 from noisescope.runs.store import Store
 
 

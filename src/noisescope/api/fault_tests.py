@@ -28,7 +28,7 @@ from noisescope.options.plans import FaultTestOptions
 from noisescope.options.shared import ScoringOptions
 from noisescope.plans.fault_tests import FaultMeasurement, FaultTest, FaultTestResult, Hits, could_not_run, judge
 from noisescope.probe.noise import Gaussian
-from noisescope.reports.report_file import Report
+from noisescope.reports.saved_report import Report
 from noisescope.runs.trial_runner import TrialRunner
 
 AFTER = 8  # steps that are watched after a fault of one step, where the sample is long enough

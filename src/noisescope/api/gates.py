@@ -23,15 +23,15 @@ from noisescope.model.loading import Subject
 from noisescope.options.base import takes_options
 from noisescope.options.sensitivity import GateBaselineOptions, GateOptions
 from noisescope.options.shared import ExecutionOptions
-from noisescope.plain_text import last_part
 from noisescope.plans.gate import conditions_row, decide, refuse_kind, refuse_other_samples
 from noisescope.plans.gate_rows import GateBaseline, headline_of
 from noisescope.plans.gate_rows import GateResult as GateResult
 from noisescope.plans.gate_rows import ScoreChange as ScoreChange
 from noisescope.probe.noise import Gaussian
-from noisescope.reports.report_file import Report, diagnosis_of
 from noisescope.reports.run_changes import trend
+from noisescope.reports.saved_report import Report, diagnosis_of
 from noisescope.runs.store import Store
+from noisescope.text_escaping import last_part
 from noisescope.trials import Results, Trial
 
 
@@ -133,7 +133,7 @@ class _Question:
 
 def keep(result: GateResult, folder: str | Path) -> list[Path]:
     """Add a verdict to the history in a folder, and draw the trend of all of them again; the paths of the figures."""
-    from noisescope.reports.figures import save_figures
+    from noisescope.reports.figure_files import save_figures
 
     with Store(folder) as store:
         store.add_gate(to_json(result))

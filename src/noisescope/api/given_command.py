@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from noisescope.diagnosis.report import Asked, GivenCommand
-from noisescope.options.command_line import command_values
+from noisescope.options.command_text import command_values
 from noisescope.options.fields import DTYPES
 from noisescope.options.shared import ExecutionOptions
-from noisescope.plain_text import last_part
+from noisescope.text_escaping import last_part
 
 PATHS = ("model", "data", "calibration", "output")
 

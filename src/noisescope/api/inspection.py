@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from noisescope.model.anatomy_tables import folded, module_rows
+from noisescope.model.anatomy_as_tables import folded, module_rows
 from noisescope.model.loading import Subject, outline
 from noisescope.options.base import takes_options
 from noisescope.options.device_commands import InspectOptions

@@ -23,14 +23,14 @@ from noisescope.options.plans import (
     PrecisionOptions,
     SmoothquantOptions,
 )
-from noisescope.plain_text import last_part
 from noisescope.plans import migration as places
 from noisescope.plans.fault_tests import FaultTestResult, FaultTests, generate
 from noisescope.plans.kv_cache import KvCachePlan, kv_cache_plan
 from noisescope.plans.migration import MigrationSteps
 from noisescope.plans.precision_results import PrecisionPlan
 from noisescope.plans.smoothing import SmoothingPlan
-from noisescope.reports.report_file import Report
+from noisescope.reports.saved_report import Report
+from noisescope.text_escaping import last_part
 
 if TYPE_CHECKING:
     from noisescope.model.loading import Subject

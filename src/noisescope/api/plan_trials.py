@@ -40,7 +40,7 @@ from noisescope.plans.smoothing import SmoothingPlan as SmoothingPlan
 from noisescope.probe.formats import Format
 from noisescope.probe.noise import Gaussian
 from noisescope.progress import Phase, plan
-from noisescope.reports.report_file import Report, diagnosis_of
+from noisescope.reports.saved_report import Report, diagnosis_of
 
 
 @takes_options(VerifyOptions, "data")

@@ -10,7 +10,6 @@ from typing import Any
 
 from noisescope.diagnosis.report import Diagnosis
 from noisescope.errors import InvalidInput
-from noisescope.foreign import FileKind, read_foreign
 from noisescope.jsonform import to_json
 from noisescope.options.base import takes_options
 from noisescope.options.plans import BudgetOptions, PrecisionOptions
@@ -25,7 +24,8 @@ from noisescope.plans.precision_exports import Export, export_plan, formats_of
 from noisescope.plans.precision_results import OVER_PLAN as OVER_PLAN
 from noisescope.plans.precision_results import PrecisionPlan as PrecisionPlan
 from noisescope.plans.precision_results import coverage_notes, planned_share, predicted_plan, prediction_of
-from noisescope.reports.report_file import Report, diagnosis_of
+from noisescope.reports.saved_report import Report, diagnosis_of
+from noisescope.untrusted_files import FileKind, read_foreign
 
 LATENCIES = FileKind(
     "latency table", "It must be JSON of the form {module: {format: milliseconds}}; '*' for all others"

@@ -25,8 +25,8 @@ from noisescope.jsonform import to_json
 from noisescope.measures.divergence import KL_FLOOR
 from noisescope.model.fingerprint import model_fingerprint
 from noisescope.model.forwards import device_name
+from noisescope.model.import_without_torchao import import_transformers
 from noisescope.model.loading import Subject, load
-from noisescope.model.transformers_import import import_transformers
 from noisescope.options.base import takes_options
 from noisescope.options.fields import DEFAULT_OPERATORS, GAUSSIAN
 from noisescope.options.sensitivity import DiagnoseOptions
@@ -39,7 +39,6 @@ from noisescope.options.shared import (
     ReportModelOptions,
     ScoringOptions,
 )
-from noisescope.plain_text import last_part, shown
 from noisescope.probe.noise import Gaussian
 from noisescope.progress import begin, heard
 from noisescope.runs.batches import Material, whole_samples
@@ -53,6 +52,7 @@ from noisescope.runs.trial_runner import (
     conditions,
     run_waves,
 )
+from noisescope.text_escaping import last_part, shown
 from noisescope.trials import Results, Slice, Trial, content_id, slices
 
 C = TypeVar("C", covariant=True)

@@ -23,7 +23,6 @@ from noisescope.comparison.records import is_unfinished as is_unfinished
 from noisescope.comparison.safetensors_reader import Numbers
 from noisescope.errors import InvalidInput
 from noisescope.faults.simulator import faulty
-from noisescope.foreign import FileKind, inside, members, parse_json, read_text
 from noisescope.jsonform import Json
 from noisescope.localization.inputs import prompt_ids
 from noisescope.model.forwards import (
@@ -38,10 +37,11 @@ from noisescope.model.forwards import (
 from noisescope.model.loading import Subject
 from noisescope.options.base import takes_options
 from noisescope.options.device_commands import RecordOptions
-from noisescope.plain_text import cut, last_part, shown
 from noisescope.probe.capture import capture
 from noisescope.runs.device_record_writer import Detail, write_record
 from noisescope.sites import Place, Site
+from noisescope.text_escaping import cut, last_part, shown
+from noisescope.untrusted_files import FileKind, inside, members, parse_json, read_text
 
 LAYER_PATTERNS = ("self_attn.o_proj", "mlp.down_proj")  # what writes into the residual stream, in Llama's words
 INDEX = "activations.json"

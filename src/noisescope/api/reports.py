@@ -17,38 +17,38 @@ from noisescope.api.data_files import unfinished
 from noisescope.atomic_write import folder_inside, write_file
 from noisescope.diagnosis import changes
 from noisescope.diagnosis.report import Diagnosis
-from noisescope.diagnosis.stored_run_reader import StoredRun, stored_run
+from noisescope.diagnosis.stored_trials import StoredRun, stored_run
 from noisescope.errors import InvalidInput
 from noisescope.findings import pass_fail as pass_fail
 from noisescope.findings import percent as percent
 from noisescope.findings.finding import counted as counted
 from noisescope.findings.finding import times_better as times_better
-from noisescope.foreign import parse_json
 from noisescope.jsonform import Json, from_json, to_json
-from noisescope.plain_text import last_part
 from noisescope.plans.fault_tests import FaultTestResult
 from noisescope.plans.gate_rows import GateRow
 from noisescope.plans.precision_results import prediction_sentence as prediction_sentence
 from noisescope.plans.smoothing import gain_sentence as gain_sentence
+from noisescope.reports import cell_text as cell_text
 from noisescope.reports import experiment as experiment
 from noisescope.reports import junit
 from noisescope.reports import locate_report as locate_report
 from noisescope.reports import run_changes as run_changes
-from noisescope.reports import words as words
 from noisescope.reports.document import Document
 from noisescope.reports.experiment import PhasesReport
 from noisescope.reports.markdown import to_markdown
 from noisescope.reports.next_steps import next_steps as next_steps
-from noisescope.reports.report_file import SUMMARY_FORMATS, SavedReport, drawn, read_report
-from noisescope.reports.report_file import Report as Report
-from noisescope.reports.report_file import schema as schema
 from noisescope.reports.roundoff_sections import digit_rows as digit_rows
 from noisescope.reports.roundoff_sections import roundoff_lines as roundoff_lines
 from noisescope.reports.run_changes import Comparison
+from noisescope.reports.saved_report import SUMMARY_FORMATS, SavedReport, drawn, read_report
+from noisescope.reports.saved_report import Report as Report
+from noisescope.reports.saved_report import schema as schema
 from noisescope.runs.store import FILE as FILE
 from noisescope.runs.store import Store, StoreCheck
 from noisescope.runs.store_rows import RESULTS, STORED
 from noisescope.sites import OPERATORS as OPERATORS
+from noisescope.text_escaping import last_part
+from noisescope.untrusted_files import parse_json
 
 
 def write_text(path: Path, text: str) -> Path:
@@ -80,7 +80,7 @@ def write_junit(
 
 def save_figures(document: Document, folder: Path) -> list[Path]:
     """The charts of a report as PNG and SVG, in figures/ of the folder; matplotlib is loaded here and not before."""
-    from noisescope.reports.figures import save_figures as save
+    from noisescope.reports.figure_files import save_figures as save
 
     return save(document, folder_inside(folder, "figures"))
 

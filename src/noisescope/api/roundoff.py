@@ -25,12 +25,12 @@ from noisescope.data import generation
 from noisescope.diagnosis.context import Settings
 from noisescope.diagnosis.report import Cost, Run
 from noisescope.errors import InvalidInput
-from noisescope.measures.roundoff import OPERATORS, RoundoffRuns, ScoredTokens, run_rounded
+from noisescope.measures.rounded_forwards import OPERATORS, RoundoffRuns, ScoredTokens, run_rounded
 from noisescope.model.forwards import dtype_of, input_device
 from noisescope.model.loading import Subject
 from noisescope.options.sensitivity import RobustnessOptions
 from noisescope.probe.noise import Gaussian, Rounding
-from noisescope.reports.report_file import Report
+from noisescope.reports.saved_report import Report
 
 PROMPT = 16  # tokens of a text that its greedy continuation is generated from, where the data has no prompts
 BATCH = 8

@@ -11,7 +11,7 @@ from noisescope.api.reports import now, versions
 from noisescope.api.roundoff import measure_band
 from noisescope.comparison.records import Record, read_record
 from noisescope.comparison.roundoff import RoundoffBand
-from noisescope.comparison.systems import SystemComparison
+from noisescope.comparison.system_comparison import SystemComparison
 from noisescope.data.dataset import DataSet, built_in, read_data
 from noisescope.engines.compare import compare_systems
 from noisescope.engines.opening import open_engine, read_arguments
@@ -21,9 +21,9 @@ from noisescope.errors import InvalidInput
 from noisescope.model.loading import Subject
 from noisescope.options.device_commands import CompareOptions, RecordOptions
 from noisescope.options.shared import DataFile
-from noisescope.plain_text import last_part
 from noisescope.runs.device_record_writer import Detail, Recording, write_batches
 from noisescope.sites import WHOLE
+from noisescope.text_escaping import last_part
 
 
 def compare_models(options: CompareOptions) -> SystemComparison:

@@ -25,7 +25,7 @@ from noisescope.cli.plan import plan
 from noisescope.cli.records import compare_devices, record_device
 from noisescope.cli.runs import draw_report, runs
 from noisescope.errors import NoisescopeError
-from noisescope.plain_text import one_line
+from noisescope.text_escaping import one_line
 
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # click's, or of later versions of typer their own copy
 LONGEST = 2000  # characters of an error

@@ -27,7 +27,7 @@ from noisescope.cli.output import say
 from noisescope.cli.progress_display import ProgressDisplay
 from noisescope.errors import InvalidInput, MissingExtra
 from noisescope.options.base import CommandOptions
-from noisescope.options.command_line import OF_THIS_CALL
+from noisescope.options.command_text import OF_THIS_CALL
 from noisescope.options.device_commands import RecordOptions
 from noisescope.options.experiment_and_run_commands import PhasesOptions
 from noisescope.options.fields import Option, options_of

@@ -67,7 +67,7 @@ def robustness_of_model(options: RobustnessOptions) -> None:
 
 
 def print_levels(report: api.reports.Report) -> None:
-    found, words = report.robustness, api.reports.words
+    found, words = report.robustness, api.reports.cell_text
     data = found.run.data
     how = {"generate": "by generation", "score": "teacher-forced"}.get(data.measure, "by your metric")
     say(f"{found.run.model.source}: {data.source}, {data.samples} samples, {how}\n")

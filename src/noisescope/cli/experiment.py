@@ -50,7 +50,7 @@ def print_verdicts(report: api.experiments.PhasesReport) -> None:
     levels = [f"{level:g}" for level in found.levels]
     say(f"{'arm':<24}" + "".join(f"{f'at {100 * float(level):g} %':>28}" for level in levels))
     for arm in found.arms:
-        cells = (api.reports.words.estimate(arm.accuracy[level], share=True).text for level in levels)
+        cells = (api.reports.cell_text.estimate(arm.accuracy[level], share=True).text for level in levels)
         say(f"{arm.name:<24}" + "".join(f"{cell:>28}" for cell in cells))
     say("")
     output.print_each(map(api.reports.experiment.verdict_line, found.hypotheses), "")

@@ -14,8 +14,8 @@ import typer
 
 from noisescope import api
 from noisescope.options.sensitivity import DemoOptions, DiagnoseOptions
-from noisescope.plain_text import aligned as aligned
-from noisescope.plain_text import one_line, visible
+from noisescope.text_escaping import aligned as aligned
+from noisescope.text_escaping import one_line, visible
 
 TYPED_PATHS = ("model", "data", "calibration", "output")
 MOST_STEPS = 3
@@ -91,9 +91,9 @@ def print_findings(report: api.reports.Report, options: DiagnoseOptions | DemoOp
         say(f"number format: {run.settings.question.name}")
     say(f"\nrisk: {summary.overall_risk_level} - {summary.risk_meaning}")
     if summary.whole_model is not None:
-        say(api.reports.words.finding_lines(summary.whole_model)[0])
+        say(api.reports.cell_text.finding_lines(summary.whole_model)[0])
     for number, finding in enumerate(summary.top_findings, 1):
-        first, *notes = api.reports.words.finding_lines(finding)
+        first, *notes = api.reports.cell_text.finding_lines(finding)
         say(f"{number}. {first}")
         print_each(notes, "   ")
     if not summary.top_findings:

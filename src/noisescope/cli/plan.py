@@ -163,7 +163,7 @@ def print_precision(plan: api.plans.PrecisionPlan) -> None:
 
 def print_measured(plan: api.plans.PrecisionPlan) -> None:
     assert plan.data is not None
-    counted, words = api.reports.counted, api.reports.words
+    counted, words = api.reports.counted, api.reports.cell_text
     tokens = counted(plan.data.scored_tokens, "token")
     say(f"\nmeasured on {counted(plan.data.samples, 'held-out sample')} ({tokens}), not used to choose formats:")
     say(
@@ -208,7 +208,7 @@ def plan_kv_cache(options: KvCacheOptions) -> None:
 
 def print_kv_cache(plan: api.plans.KvCachePlan) -> None:
     """The layers that are kept and why, and what was measured."""
-    words, named = api.reports.words, f": {', '.join(map(str, plan.kept))}" if plan.kept else ""
+    words, named = api.reports.cell_text, f": {', '.join(map(str, plan.kept))}" if plan.kept else ""
     say(f"{plan.question.name}: {len(plan.kept)} of {len(plan.layers)} layers keep 16 bits{named}")
     left = f"{plan.nats_left:.3g} of {plan.nats_all:.3g} nats per token are left"
     say(f"  {left} (the sum of what each rounded layer costs by itself)")
@@ -260,7 +260,7 @@ def plan_smoothquant(options: SmoothquantOptions) -> None:
 
 def print_smoothing(result: api.plan_trials.SmoothingPlan) -> None:
     say(result.scheme)
-    before, after = (api.reports.words.estimate(kl.typical).text for kl in (result.kl.before, result.kl.after))
+    before, after = (api.reports.cell_text.estimate(kl.typical).text for kl in (result.kl.before, result.kl.after))
     say(f"typical KL {before} before, {after} after (n = {result.gain.n})")
     say(api.reports.gain_sentence(result.gain))
     say(f"the float output moved by {result.float_error:.2g} (relative L2)")

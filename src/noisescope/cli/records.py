@@ -252,7 +252,7 @@ def _print_logprobs(found: api.comparison.LogprobComparison) -> None:
         say(f"{name}: {side.path} ({side.field}, {side.sequences} sequences, {side.tokens} tokens)")
     say(f"matched by {found.matched_by}: {found.sequences} sequences, {found.tokens} tokens compared\n")
     say(f"{found.verdict}. {found.words}\n")
-    words = api.reports.words.estimate
+    words = api.reports.cell_text.estimate
     rows = [("", "mean |difference|, nats per token [95 % interval]", "tokens")]
     rows.append(("all", words(found.gap).text, ""))
     rows += [(cause.name, words(cause.nats).text, str(cause.tokens)) for cause in found.causes]

@@ -23,11 +23,11 @@ from noisescope.errors import InvalidInput
 from noisescope.findings import LIMITS, percent
 from noisescope.findings.pass_fail import FAIL, PASS, UNDECIDED, overall
 from noisescope.findings.pass_fail import Verdict as CheckVerdict
-from noisescope.foreign import FileKind, fitting, members, parse_json, read_text
 from noisescope.jsonform import to_json
-from noisescope.plain_text import last_part, shown
 from noisescope.sites import Site
 from noisescope.tables import Sheet, Tabular
+from noisescope.text_escaping import last_part, shown
+from noisescope.untrusted_files import FileKind, fitting, members, parse_json, read_text
 
 SCHEMA_VERSION = 2  # 2: "diverges" for "parts"; undecided sites are counted; infinite differences are marked
 COMPARISON = FileKind("comparison", "`noisescope compare A B -o FILE` writes one", root="comparison")

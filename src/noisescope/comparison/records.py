@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 from noisescope.comparison.safetensors_reader import Numbers, TensorFile
 from noisescope.errors import InvalidInput
-from noisescope.foreign import FileKind, fitting, members, parse_json, read_text
-from noisescope.plain_text import cut
 from noisescope.sites import Place, Site
+from noisescope.text_escaping import cut
+from noisescope.untrusted_files import FileKind, fitting, members, parse_json, read_text
 
 FORMAT = "noisescope record"
 VERSION = 2  # 2: prompts have a checksum

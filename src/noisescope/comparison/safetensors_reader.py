@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from noisescope.errors import InvalidInput
-from noisescope.foreign import MIB, FileKind, fitting, members, parse_json
-from noisescope.plain_text import shown
+from noisescope.text_escaping import shown
+from noisescope.untrusted_files import MIB, FileKind, fitting, members, parse_json
 
 Array = NDArray[np.generic]
 

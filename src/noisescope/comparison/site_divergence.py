@@ -21,8 +21,8 @@ from noisescope.comparison.records import Batch, Record, site_key
 from noisescope.comparison.rows import BlockError, SiteRow, site_row
 from noisescope.errors import InvalidInput
 from noisescope.findings import GAIN_ROUND_OFF, ROUND_OFF
-from noisescope.plain_text import last_part
 from noisescope.sites import FUSED, Place, Site
+from noisescope.text_escaping import last_part
 
 _MOST_NAMED = 8  # sites in a note
 

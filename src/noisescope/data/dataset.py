@@ -22,7 +22,7 @@ from typing import Any
 from noisescope.data.file_rows import SPLIT, count_rest, has_paragraphs, rows
 from noisescope.errors import InvalidInput, unknown, whole_number
 from noisescope.options.shared import DataFile
-from noisescope.plain_text import LONG, cut
+from noisescope.text_escaping import LONG, cut
 
 FORMS = "text; prompt + answer; question + answer; prompt (or question) + choices + label; messages"
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from noisescope.errors import InvalidInput, MissingExtra, unknown
-from noisescope.foreign import MIB, FileKind, parse_json, read_bytes
-from noisescope.plain_text import LONG, cut
+from noisescope.text_escaping import LONG, cut
+from noisescope.untrusted_files import MIB, FileKind, parse_json, read_bytes
 
 FIELDS = ("text", "prompt", "question", "answer", "choices", "label", "messages")
 DATA = FileKind("data file", "Split it, or save the data again as JSONL", max_bytes=1024 * MIB)

@@ -25,7 +25,7 @@ from noisescope.atomic_write import read_sealed, write_sealed
 from noisescope.demo import folder, problems, train, training_data
 from noisescope.errors import InvalidInput, unknown, whole_number
 from noisescope.model.forwards import evaluating
-from noisescope.trial_id_names import registered
+from noisescope.names_in_trial_ids import registered
 from noisescope.trials import content_id
 
 STARTS = ("bundled", "scratch")

@@ -30,7 +30,7 @@ from noisescope.demo import problems, training_data
 from noisescope.demo.problems import Problem
 from noisescope.demo.training_data import BOS, EOS, NO_VALUE, PAD, SENTENCES, Batch, training_set
 from noisescope.model.forwards import evaluating
-from noisescope.trial_id_names import registered
+from noisescope.names_in_trial_ids import registered
 
 NOISE_LEVELS = (0.02, 0.05, 0.1)
 TEST_SEED, CALIBRATION_SEED = 1_000_003, 1_000_033

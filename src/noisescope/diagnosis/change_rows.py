@@ -9,7 +9,7 @@ from typing import Final, Literal
 from noisescope.diagnosis.effects import NOTHING
 from noisescope.diagnosis.report import SCHEMA_VERSION, Asked
 from noisescope.diagnosis.rows import SIGNIFICANT
-from noisescope.diagnosis.stored_run_reader import CLEAN
+from noisescope.diagnosis.stored_trials import CLEAN
 from noisescope.jsonform import Json
 from noisescope.stats import Estimate
 

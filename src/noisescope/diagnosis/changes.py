@@ -30,7 +30,7 @@ from noisescope.diagnosis.change_rows import (
     VerdictWord,
 )
 from noisescope.diagnosis.context import Array
-from noisescope.diagnosis.stored_run_reader import StoredInjection, StoredRun, label_of, noise_of, order_of, target_of
+from noisescope.diagnosis.stored_trials import StoredInjection, StoredRun, label_of, noise_of, order_of, target_of
 from noisescope.errors import InvalidInput
 from noisescope.jsonform import Json, to_json
 from noisescope.stats.multiple_comparisons import Centre, smallest_unpaired, unpaired, unpaired_p

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from noisescope.diagnosis import question
-from noisescope.diagnosis.question import Question, Words
+from noisescope.diagnosis import format_question
+from noisescope.diagnosis.format_question import Question, Words
 from noisescope.errors import InvalidInput, unknown
 from noisescope.injection import Injection, checked_scale
 from noisescope.options.fields import DEFAULT_OPERATORS, EFFORTS, LEVELS, OUTPUTS
@@ -66,7 +66,7 @@ class Settings:
     @classmethod
     def of_format(cls, fmt: Any, on: str, **chosen: Any) -> Settings:
         """A number format's settings: it draws nothing, so there is one seed."""
-        operators = question.OPERATORS[on]
+        operators = format_question.OPERATORS[on]
         return cls(fmt, on=on, operators=operators, layer_operators=operators[:1], seeds=(0,), **chosen)
 
     @property
@@ -149,7 +149,7 @@ class StudyContext:
         if scale is not None:
             noise = dataclasses.replace(noise, scale=scale)
         where.setdefault("operators", frozenset(self.settings.layer_operators))
-        where["tensor"] = question.TENSOR[self.settings.on]
+        where["tensor"] = format_question.TENSOR[self.settings.on]
         if self.settings.question is not None and not where.keys() & {"layers", "places"}:
             where["layers"] = frozenset(range(self.blocks))
         return Injection(noise, phases=frozenset({"forward"}), **where)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from noisescope.diagnosis import question
+from noisescope.diagnosis import format_question
 from noisescope.diagnosis.context import Array, StudyContext
 from noisescope.injection import Injection
 from noisescope.sites import Site
@@ -25,7 +25,7 @@ def screen_injection(context: StudyContext) -> Injection:
     settings = context.settings
     if settings.question is not None:
         operators = {"linear", "embedding"} if settings.on == "weights" else set(settings.operators)
-        tensor = question.TENSOR[settings.on]
+        tensor = format_question.TENSOR[settings.on]
         return Injection(settings.perturbation, frozenset(operators), tensor=tensor, phases=frozenset({"forward"}))
     unit = dataclasses.replace(context.settings.perturbation, scale=1.0)
     return Injection(unit, phases=frozenset({"forward"}))

@@ -16,7 +16,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from noisescope.diagnosis.question import NOISE, Words
+from noisescope.diagnosis.format_question import NOISE, Words
 from noisescope.diagnosis.rows import Effect, LayerAnalysis, cell_target
 from noisescope.diagnosis.section_types import ChannelAnalysis, Sections
 from noisescope.findings import BORDERLINE, NOT_MEASURABLE, NOT_RATED, SEVERITIES, Finding, Target, metric_name, percent

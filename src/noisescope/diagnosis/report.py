@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from noisescope.diagnosis.question import Question
+from noisescope.diagnosis.format_question import Question
 from noisescope.diagnosis.rows import LevelEffect
 from noisescope.diagnosis.section_types import Conclusions
 from noisescope.jsonform import ADDED, Json
@@ -85,7 +85,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class GivenCommand:
-    """The command that asks the same: `options` are those that were chosen, as options/command_line.py writes them.
+    """The command that asks the same: `options` are those that were chosen, as options/command_text.py writes them.
 
     `cut` are the paths among them that lost all but their last part.
     """

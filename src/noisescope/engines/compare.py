@@ -11,7 +11,7 @@ from torch import Tensor
 
 from noisescope import progress
 from noisescope.comparison.roundoff import FEWEST_TOKENS, RoundoffBand
-from noisescope.comparison.systems import (
+from noisescope.comparison.system_comparison import (
     ORDER,
     SCHEMA_VERSION,
     Cause,
@@ -20,7 +20,7 @@ from noisescope.comparison.systems import (
     Verdict,
 )
 from noisescope.engines.gaps import Gap, gap_of, removed
-from noisescope.engines.operators import Role, coarser, explain, mended_logits, replay, roles, rounded_logits
+from noisescope.engines.operator_replay import Role, coarser, explain, mended_logits, replay, roles, rounded_logits
 from noisescope.engines.protocol import Engine, Ids
 from noisescope.engines.semantics import find_semantics
 from noisescope.engines.state import Mended, find_state

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 
-from noisescope.comparison.systems import Sampling, Setting
+from noisescope.comparison.system_comparison import Sampling, Setting
 from noisescope.engines.protocol import Engine
 from noisescope.errors import InvalidInput, MissingExtra, unknown
 from noisescope.faults.parsing import number_or_text

@@ -13,9 +13,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from noisescope.comparison.systems import EngineFacts as EngineFacts
-from noisescope.comparison.systems import Sampling as Sampling
-from noisescope.comparison.systems import Setting as Setting
+from noisescope.comparison.system_comparison import EngineFacts as EngineFacts
+from noisescope.comparison.system_comparison import Sampling as Sampling
+from noisescope.comparison.system_comparison import Setting as Setting
 from noisescope.data.dataset import DataSet
 from noisescope.sites import WHOLE, Site
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from noisescope.comparison.systems import Setting
+from noisescope.comparison.system_comparison import Setting
 from noisescope.engines.protocol import Engine
 from noisescope.localization.weight_difference import Difference, bits_of, difference
 

@@ -12,18 +12,18 @@ from torch import Tensor, nn
 
 from noisescope.data import tokens
 from noisescope.data.dataset import DataSet
+from noisescope.engines.logprob_processing import reported_rows
 from noisescope.engines.protocol import EngineCall, EngineFacts, Ids, OnCall, Reported, Sampling, Setting
-from noisescope.engines.sampling import reported_rows
 from noisescope.errors import InvalidInput, unknown
 from noisescope.localization.config_state import plain_attributes
 from noisescope.model.anatomy import MODULE, Anatomy, Unit
 from noisescope.model.fingerprint import model_fingerprint
 from noisescope.model.forwards import device_name, dtype_of, evaluating, input_device, without_cache
 from noisescope.model.loading import Subject, load
-from noisescope.plain_text import last_part
 from noisescope.probe.functions import with_tensor
 from noisescope.probe.watch import RecordedCall, watch
 from noisescope.sites import WHOLE, Site
+from noisescope.text_escaping import last_part
 
 _CONFIG = "config"  # before the names of settings that forwards read from the config
 _IDLE = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "model_type", "pad_token_id",

@@ -22,9 +22,9 @@ from noisescope.engines.protocol import EngineCall, EngineFacts, Ids, OnCall, Re
 from noisescope.engines.vllm_modules import BLOCK, ModuleMap, Projection
 from noisescope.errors import InvalidInput
 from noisescope.model.forwards import device_name, dtype_of
-from noisescope.plain_text import last_part
 from noisescope.probe.watch import RecordedCall, watch
 from noisescope.sites import WHOLE, Site
+from noisescope.text_escaping import last_part
 
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # modules can be reached in this process alone

@@ -21,12 +21,12 @@ from torch import Tensor
 
 from noisescope.engines.vllm_modules import ModuleMap
 from noisescope.errors import InvalidInput
-from noisescope.foreign import FileKind, read_foreign
 from noisescope.injection import Injection
 from noisescope.probe.inject import Probe
 from noisescope.probe.noise import Gaussian
 from noisescope.training import schedules
 from noisescope.training.worker_environment import STEP_FILE, flag, keep_tally, read
+from noisescope.untrusted_files import FileKind, read_foreign
 
 STEP = FileKind("step file", "training.launch.set_step writes it", max_bytes=64)
 _STEP_BITS = 32  # of the seed, above those of the seed itself

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from noisescope.errors import InvalidInput
 from noisescope.faults import bit_patterns, families
-from noisescope.faults.call_operands import computed_for, input_of, product, softmax_scores
 from noisescope.faults.fault import Fault
 from noisescope.faults.fault_state import Memory, exact_dtype, reference_size, wide
+from noisescope.faults.operand_extraction import computed_for, input_of, product, softmax_scores
 from noisescope.probe.recorded_call import RecordedCall
 
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from noisescope.localization.formula_recognition import norm_formula
 from noisescope.localization.host_copies import tensors_in
 from noisescope.localization.host_operators import given_one_tensor, host_arithmetic
-from noisescope.localization.laws.repeated_calls import Handler, Listening
+from noisescope.localization.laws.calls_with_other_inputs import Handler, Listening
 from noisescope.localization.tensors import on_host
 from noisescope.model.anatomy import ATTENTION, Anatomy, Unit
 from noisescope.probe.recorded_call import RecordedCall

@@ -10,6 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from noisescope.localization.product_checksums import BLOCK as BLOCK
+from noisescope.localization.product_checksums import Checker, columns_on_host
+from noisescope.localization.product_checksums import as_multiplied as as_multiplied
+from noisescope.localization.product_checksums import checksums as checksums
 from noisescope.localization.roundoff_floors import (
     ROUNDING_STD,
     WORK_ROUNDOFF,
@@ -23,10 +27,6 @@ from noisescope.localization.roundoff_floors import (
     truncated_attention,
 )
 from noisescope.localization.tensors import host_rows, on_host
-from noisescope.localization.weight_pass import BLOCK as BLOCK
-from noisescope.localization.weight_pass import Checker, columns_on_host
-from noisescope.localization.weight_pass import as_multiplied as as_multiplied
-from noisescope.localization.weight_pass import checksums as checksums
 
 _PARTIAL_SUMS = 8
 _MOST_PRODUCTS = 1 << 29  # multiply-adds of q k^T up to which every row of attention is recomputed

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from noisescope.comparison.records import Record, read_record
 from noisescope.data.dataset import built_in, read_data
 from noisescope.errors import InvalidInput, unknown
-from noisescope.foreign import FileKind, read_text
 from noisescope.model.anatomy import Anatomy, dissect
 from noisescope.model.fingerprint import model_fingerprint
 from noisescope.model.forwards import (
@@ -31,6 +30,7 @@ from noisescope.model.forwards import (
 )
 from noisescope.model.loading import Subject
 from noisescope.probe.forward_patching import unwrap
+from noisescope.untrusted_files import FileKind, read_text
 
 Batch = dict[str, Any]  # arguments of a forward: tensors, and a cache or a switch where it takes one
 

@@ -57,7 +57,7 @@ def locate(subject: Subject | nn.Module, options: LocateOptions) -> Verdict:
         progress.begin("probes")
         return srdd(subject, seed=seed)
     if method == "scans":
-        from noisescope.localization.scans import scans
+        from noisescope.localization.block_scans import scans
 
         progress.begin("scans")
         return scans(subject, seed=seed)

@@ -26,8 +26,7 @@ from noisescope.localization.host_operators import host_arithmetic
 from noisescope.localization.inputs import Batch, batches_for, parts_of, remarks
 from noisescope.localization.laws import whole_model
 from noisescope.localization.laws.call_results import LawEvidence, LawResult, exact
-from noisescope.localization.laws.dispatcher import LawDispatcher, site_of
-from noisescope.localization.laws.repeated_calls import (
+from noisescope.localization.laws.calls_with_other_inputs import (
     WHOLES,
     Choice,
     Handler,
@@ -35,6 +34,7 @@ from noisescope.localization.laws.repeated_calls import (
     function_anatomy,
     module_anatomy,
 )
+from noisescope.localization.laws.dispatcher import LawDispatcher, site_of
 from noisescope.localization.laws.results_by_site import MODEL, RelationResults
 from noisescope.localization.laws.table import Law
 from noisescope.localization.tensors import differing, host_rows, same_numbers

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from noisescope.localization.host_code import read_again
+from noisescope.localization.unpatched_code import read_again
 
 _TORCH = str(Path(torch.__file__).parent)
 _NATIVE: dict[Any, Any] = {torch: torch._C._VariableFunctions, torch.Tensor: torch._C.TensorBase, F: torch._C._nn}

@@ -51,10 +51,10 @@ from noisescope.errors import NothingInjected, unknown
 from noisescope.injection import Injection, Perturbation
 from noisescope.measures.fisher import GradientScreen
 from noisescope.model.anatomy import EXPERTS, MODULE, Anatomy, Unit, linear_weight
+from noisescope.names_in_trial_ids import registered
 from noisescope.probe.formats import WEIGHT_GROUP, Format, quantise
 from noisescope.probe.recorded_call import RecordedCall
 from noisescope.sites import Site
-from noisescope.trial_id_names import registered
 
 # The same names and group are in diagnosis/format_costs.py, which may not import torch; a test keeps them in sync.
 UNTOUCHED = "bf16"  # 16 bits: the module is left as it is

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from noisescope.errors import InvalidInput, UnsupportedModel
-from noisescope.model.anatomy_tables import anatomy_sheet
+from noisescope.model.anatomy_as_tables import anatomy_sheet
 from noisescope.sites import CACHED, OPERATORS, Place, Site, place_order
 from noisescope.tables import Sheet, Tabular
 

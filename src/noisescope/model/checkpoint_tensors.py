@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from noisescope.errors import InvalidInput
-from noisescope.model.foreign_files import SHARD, WHOLE, shards_of
+from noisescope.model.checkpoint_folder_check import SHARD, WHOLE, shards_of
 from noisescope.model.loading import checkpoint_folder, load
 
 

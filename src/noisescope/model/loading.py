@@ -20,11 +20,11 @@ from torch import nn
 from noisescope import demo
 from noisescope.errors import InvalidInput, MissingExtra, NoisescopeError, unknown
 from noisescope.model.anatomy import Anatomy, dissect
-from noisescope.model.foreign_files import GgufFacts, check_folder_files, gguf_facts
+from noisescope.model.checkpoint_folder_check import GgufFacts, check_folder_files, gguf_facts
 from noisescope.model.streaming import check_stream, placed
 from noisescope.options.shared import ALLOWED, refuse_missing_path, uncached
-from noisescope.plain_text import one_line
 from noisescope.tables import Sheet, Tabular
+from noisescope.text_escaping import one_line
 
 _DTYPES = {
     "float64": torch.float64,

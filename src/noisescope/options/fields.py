@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from noisescope.errors import InvalidInput, unknown
-from noisescope.plain_text import cut, shown
+from noisescope.text_escaping import cut, shown
 
 LEVELS = ("operator", "layer", "channel")
 EFFORTS = ("screen", "standard", "full")

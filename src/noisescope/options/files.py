@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from noisescope.errors import InvalidInput, unknown
-from noisescope.foreign import FileKind, parse_yaml, read_text
 from noisescope.options.base import WIDEN_TRUST, CommandOptions, canonical_names
 from noisescope.options.fields import described, options_of
-from noisescope.plain_text import cut, shown
+from noisescope.text_escaping import cut, shown
+from noisescope.untrusted_files import FileKind, parse_yaml, read_text
 
 OPTIONS = FileKind("config file", "Give a YAML file with `option: value` lines", max_bytes=2**17, max_depth=16)
 SECTION = "diagnostic"

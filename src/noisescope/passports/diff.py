@@ -13,10 +13,10 @@ from typing import Any
 
 from noisescope.atomic_write import write_file
 from noisescope.errors import InvalidInput
-from noisescope.foreign import MIB, FileKind, fitting, members, parse_json, read_text
 from noisescope.jsonform import Json
 from noisescope.passports.words import ATTENTION_ERRORS, FACTS, NAMES, RULES, accumulation_switch, operand_switch, shown
-from noisescope.plain_text import cut
+from noisescope.text_escaping import cut
+from noisescope.untrusted_files import MIB, FileKind, fitting, members, parse_json, read_text
 
 KIND = "noisescope passport"
 PASSPORT = FileKind("passport", "It is damaged: create it again with `noisescope passport -o FILE`", max_bytes=16 * MIB)

@@ -16,7 +16,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from noisescope.diagnosis.question import Question
+from noisescope.diagnosis.format_question import Question
 from noisescope.diagnosis.report import Diagnosis
 from noisescope.diagnosis.rows import Divergence
 from noisescope.errors import InvalidInput

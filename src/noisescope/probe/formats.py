@@ -41,7 +41,7 @@ from typing import Any
 import torch
 
 from noisescope.errors import InvalidInput, unknown
-from noisescope.trial_id_names import registered
+from noisescope.names_in_trial_ids import registered
 
 __all__ = ["Format", "e2m1", "e8m0_scale", "format_on", "quantise"]
 

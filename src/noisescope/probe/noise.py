@@ -12,8 +12,8 @@ from torch import Tensor
 
 from noisescope.errors import unknown
 from noisescope.injection import checked_scale
+from noisescope.names_in_trial_ids import registered
 from noisescope.probe.draws import Draw
-from noisescope.trial_id_names import registered
 
 RELATIVE_TO = ("element", "rms", "absolute")
 

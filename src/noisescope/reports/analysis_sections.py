@@ -9,18 +9,7 @@ from noisescope.diagnosis.rows import AvalanchePoint, Effect, Interaction, Layer
 from noisescope.diagnosis.section_types import ChannelRow, Metrics
 from noisescope.findings import LIMITS
 from noisescope.findings.finding import counted
-from noisescope.reports.document import (
-    Block,
-    Cell,
-    Details,
-    HeatTable,
-    Paragraph,
-    Section,
-    Table,
-)
-from noisescope.reports.pictures import heat_map, loss_cell, ranked_operators
-from noisescope.reports.report_file import DiagnosisReport
-from noisescope.reports.words import (
+from noisescope.reports.cell_text import (
     SHARES,
     band,
     band_between,
@@ -34,6 +23,17 @@ from noisescope.reports.words import (
     span,
     table,
 )
+from noisescope.reports.diagnosis_charts import heat_map, loss_cell, ranked_operators
+from noisescope.reports.document import (
+    Block,
+    Cell,
+    Details,
+    HeatTable,
+    Paragraph,
+    Section,
+    Table,
+)
+from noisescope.reports.saved_report import DiagnosisReport
 
 WORST = 10  # rows of a table that only shows the worst
 KL = ("KL injected", "KL predicted", "evidence")

@@ -10,9 +10,9 @@ from typing import ClassVar
 from noisescope.diagnosis.report import SCHEMA_VERSION
 from noisescope.findings import finding
 from noisescope.jsonform import Json
+from noisescope.reports.cell_text import estimate, number, percent, span, table
 from noisescope.reports.document import Bar, Block, Bullets, Cell, Chart, Document, Paragraph, Section
-from noisescope.reports.report_file import SavedReport
-from noisescope.reports.words import estimate, number, percent, span, table
+from noisescope.reports.saved_report import SavedReport
 from noisescope.stats import Estimate
 from noisescope.tables import Sheet, Table
 

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator
 from noisescope.diagnosis.report import Run, SettingsFacts
 from noisescope.findings import Finding
 from noisescope.findings.finding import counted
-from noisescope.reports import pictures
+from noisescope.reports import diagnosis_charts
+from noisescope.reports.cell_text import estimate, finding_span, metric_name, run_metric, tone
 from noisescope.reports.document import (
     Block,
     Bullets,
@@ -22,8 +23,7 @@ from noisescope.reports.document import (
     Verdict,
 )
 from noisescope.reports.next_steps import next_steps
-from noisescope.reports.report_file import DiagnosisReport
-from noisescope.reports.words import estimate, finding_span, metric_name, run_metric, tone
+from noisescope.reports.saved_report import DiagnosisReport
 
 MOST_STEPS = 3  # commands on the first screen
 MOST_LIMITS = 4
@@ -87,11 +87,11 @@ def finding_line(finding: Finding) -> Paragraph:
 def _picture(report: DiagnosisReport) -> Iterator[HeatMap | Chart]:
     """The map of layers and operators; without the layer level, the operators."""
     section, metric = report.layer_analysis, metric_name(run_metric(report.run))
-    heat = None if section is None else pictures.heat_map(section, metric)
+    heat = None if section is None else diagnosis_charts.heat_map(section, metric)
     if heat is not None:
         yield heat
     else:
-        yield from pictures.operator_chart(report)
+        yield from diagnosis_charts.operator_chart(report)
 
 
 def in_pictures(report: DiagnosisReport) -> Iterable[Section]:
@@ -99,10 +99,10 @@ def in_pictures(report: DiagnosisReport) -> Iterable[Section]:
     first = {picture.key for picture in _picture(report)}
     section, metric = report.layer_analysis, metric_name(run_metric(report.run))
     found: list[Chart | Curve] = [
-        *pictures.operator_chart(report),
-        *([] if section is None else pictures.window_chart(section, metric)),
-        *pictures.pareto(report),
-        *pictures.check_chart(report),
+        *diagnosis_charts.operator_chart(report),
+        *([] if section is None else diagnosis_charts.window_chart(section, metric)),
+        *diagnosis_charts.pareto(report),
+        *diagnosis_charts.check_chart(report),
     ]
     panels = tuple(Panel("", (picture,)) for picture in found if picture.key not in first)
     if panels:

@@ -10,7 +10,7 @@ from pathlib import Path
 from noisescope.atomic_write import write_file
 from noisescope.errors import InvalidInput, unknown
 from noisescope.findings.pass_fail import VERDICTS, Verdict, headline, overall
-from noisescope.plain_text import visible
+from noisescope.text_escaping import visible
 
 
 @dataclass(frozen=True)

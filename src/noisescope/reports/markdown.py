@@ -6,7 +6,6 @@ import html
 import math
 from collections.abc import Iterable, Sequence
 
-from noisescope.plain_text import markdown, one_line
 from noisescope.reports.document import (
     Block,
     Bullets,
@@ -23,6 +22,7 @@ from noisescope.reports.document import (
     Verdict,
     numeric_columns,
 )
+from noisescope.text_escaping import markdown, one_line
 
 SHADES = "▁▂▃▄▅▆▇█"
 

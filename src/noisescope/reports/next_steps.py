@@ -12,11 +12,11 @@ from typing import Any
 
 from noisescope.diagnosis.report import Run
 from noisescope.options.base import CommandOptions
-from noisescope.options.command_line import command_line
+from noisescope.options.command_text import command_line
 from noisescope.options.plans import KvCacheOptions, MigrationOptions, PrecisionOptions
 from noisescope.options.sensitivity import DiagnoseOptions, GateOptions, RobustnessOptions
 from noisescope.reports.document import Command
-from noisescope.reports.report_file import DiagnosisReport
+from noisescope.reports.saved_report import DiagnosisReport
 
 BITS = 5  # average bits per weight that a plan is first tried with
 ENOUGH = 100  # samples of a run that is worth confirming with

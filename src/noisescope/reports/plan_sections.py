@@ -9,9 +9,7 @@ from noisescope.findings.finding import counted
 from noisescope.plans.migration import Priority
 from noisescope.plans.precision_results import PlanRow, PrecisionPlan
 from noisescope.reports.analysis_sections import folded
-from noisescope.reports.document import Block, Cell, Paragraph, Section
-from noisescope.reports.report_file import DiagnosisReport
-from noisescope.reports.words import (
+from noisescope.reports.cell_text import (
     estimate,
     mean,
     metric_name,
@@ -20,6 +18,8 @@ from noisescope.reports.words import (
     table,
     tone,
 )
+from noisescope.reports.document import Block, Cell, Paragraph, Section
+from noisescope.reports.saved_report import DiagnosisReport
 from noisescope.sites import Place
 
 SUSPECTS = 10  # rows of the table of suspects

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from noisescope.comparison.roundoff import Roundoff
-from noisescope.diagnosis.question import Question
+from noisescope.diagnosis.format_question import Question
 from noisescope.diagnosis.report import Robustness, RobustnessCurve, Run
 from noisescope.diagnosis.rows import Effect
 from noisescope.findings import Risk
@@ -14,12 +14,7 @@ from noisescope.findings.finding import counted
 from noisescope.reports import analysis_sections as analysis
 from noisescope.reports import plan_sections as plans
 from noisescope.reports.analysis_sections import folded
-from noisescope.reports.document import Bar, Block, Bullets, Cell, Curve, Details, Document, Paragraph, Section
-from noisescope.reports.first_screen import facts, in_pictures, run_facts, summary
-from noisescope.reports.next_steps import run_command
-from noisescope.reports.report_file import TITLE, DiagnosisReport
-from noisescope.reports.roundoff_sections import roundoff_sections
-from noisescope.reports.words import (
+from noisescope.reports.cell_text import (
     SHARES,
     band,
     band_of,
@@ -31,6 +26,11 @@ from noisescope.reports.words import (
     run_metric,
     table,
 )
+from noisescope.reports.document import Bar, Block, Bullets, Cell, Curve, Details, Document, Paragraph, Section
+from noisescope.reports.first_screen import facts, in_pictures, run_facts, summary
+from noisescope.reports.next_steps import run_command
+from noisescope.reports.roundoff_sections import roundoff_sections
+from noisescope.reports.saved_report import TITLE, DiagnosisReport
 
 FIRST = 5  # recommendations that are not folded
 _HOW = {"score": "teacher-forced", "generate": "by generation", "custom": "by the caller's own metric"}

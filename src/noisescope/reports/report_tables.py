@@ -10,9 +10,9 @@ from noisescope.diagnosis.rows import Effect, LevelEffect
 from noisescope.diagnosis.section_types import ChannelRow, CostlyChannel, ModuleScores
 from noisescope.estimate import Estimate
 from noisescope.findings import NOT_MEASURABLE, Finding, Recommendation
-from noisescope.reports.report_file import DiagnosisReport
+from noisescope.reports.cell_text import capitalised
 from noisescope.reports.roundoff_sections import roundoff_lines
-from noisescope.reports.words import capitalised
+from noisescope.reports.saved_report import DiagnosisReport
 from noisescope.tables import Sheet, Table
 
 _TONES = {"LOW": "low", "MODERATE": "moderate", "HIGH": "critical"}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from noisescope.comparison.roundoff import GreedyForecast, Roundoff, RoundoffBand, RoundoffFound
+from noisescope.reports.cell_text import number, percent, table
 from noisescope.reports.document import Bar, Block, Cell, Chart, Paragraph, Section
-from noisescope.reports.words import number, percent, table
 
 _HEAD = ("place", "digits (typical token)", "digits (19 of 20 tokens)")
 

@@ -21,9 +21,9 @@ from noisescope.diagnosis.rows import SIGNIFICANT
 from noisescope.findings import finding
 from noisescope.jsonform import Json
 from noisescope.plans.gate_rows import GateResult
+from noisescope.reports.cell_text import SHARES, cell, described, estimate, metric_name, number, percent, table
 from noisescope.reports.document import Bar, Block, Bullets, Cell, Chart, Curve, Document, Paragraph, Section
-from noisescope.reports.report_file import SavedReport
-from noisescope.reports.words import SHARES, cell, described, estimate, metric_name, number, percent, table
+from noisescope.reports.saved_report import SavedReport
 from noisescope.stats import Estimate
 from noisescope.tables import Sheet, Table
 

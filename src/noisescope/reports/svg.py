@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from markupsafe import Markup, escape
 
-from noisescope.plain_text import visible
 from noisescope.reports.drawing import SIZE, Dot, Drawing, Line, Mark, Rect, Shape, Text
 from noisescope.reports.palette import COLOURS, on_paper
+from noisescope.text_escaping import visible
 
 NARROWEST = 520.0  # pixels: on a phone a drawing scrolls rather than become too small to read
 LARGEST = 1.7  # times its own size: a chart of one bar need not fill the page

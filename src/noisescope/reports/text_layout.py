@@ -13,8 +13,8 @@ from typing import TypeAlias
 import matplotlib
 from matplotlib.ft2font import FT2Font
 
-from noisescope.plain_text import one_line
 from noisescope.reports.palette import on_paper
+from noisescope.text_escaping import one_line
 
 FONTS = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
 LAST_RESORT = FONTS / "LastResortHE-Regular.ttf"  # a sign for every character; matplotlib brings it since 3.11

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from noisescope.errors import InvalidInput
-from noisescope.plain_text import LONG, cut, one_line
 from noisescope.runs.store_rows import checksum
+from noisescope.text_escaping import LONG, cut, one_line
 
 SCHEMA_VERSION = 2
 FILE = "run.sqlite"

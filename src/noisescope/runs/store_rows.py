@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from noisescope.foreign import MIB, FileKind, members, parse_json
-from noisescope.plain_text import shown
+from noisescope.text_escaping import shown
 from noisescope.trials import Result
+from noisescope.untrusted_files import MIB, FileKind, members, parse_json
 
 Cell = str | bytes | float | int | None  # what SQLite gives back
 

@@ -29,13 +29,13 @@ from torch import nn
 
 from noisescope.errors import InvalidInput, NoiseRoundsAway, NothingInjected
 from noisescope.injection import Injection
+from noisescope.names_in_trial_ids import registered
 from noisescope.probe.inject import Probe
 from noisescope.probe.noise import Gaussian
 from noisescope.probe.tally import Tally
 from noisescope.sites import PHASES, Place
 from noisescope.training.launch import data_rank
 from noisescope.training.schedules import Schedule
-from noisescope.trial_id_names import registered
 
 STRIDE = 1 << 16  # forwards a step may have (gradient accumulation, several losses)
 

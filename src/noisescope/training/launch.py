@@ -23,11 +23,11 @@ from torch import nn
 
 from noisescope.atomic_write import write_file
 from noisescope.errors import InvalidInput, NothingInjected, unknown
-from noisescope.foreign import FileKind, read_foreign
 from noisescope.injection import checked_scale
 from noisescope.sites import PHASES, canonical_operator
 from noisescope.training import schedules
 from noisescope.training.worker_environment import STEP_FILE
+from noisescope.untrusted_files import FileKind, read_foreign
 
 TENSOR = ("tp", "tensor", "tensor_parallel", "model", "sp", "cp", "ep", "pp")  # dimensions that split one sample's work
 TALLY = FileKind("injection tally", "Call launch.environment() again and rerun")

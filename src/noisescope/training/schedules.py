@@ -17,9 +17,9 @@ from noisescope.diagnosis.report import Diagnosis
 from noisescope.diagnosis.rows import Effect, LayerAnalysis
 from noisescope.errors import InvalidInput, unknown
 from noisescope.injection import checked_scale
-from noisescope.reports.report_file import Report
+from noisescope.names_in_trial_ids import registered
+from noisescope.reports.saved_report import Report
 from noisescope.sites import Place
-from noisescope.trial_id_names import registered
 
 Schedule = Callable[[int], float]
 

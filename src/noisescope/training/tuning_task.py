@@ -23,7 +23,7 @@ from noisescope.data.generation import generate
 from noisescope.errors import InvalidInput, MissingExtra
 from noisescope.model.forwards import evaluating
 from noisescope.model.loading import Subject, load
-from noisescope.trial_id_names import registered
+from noisescope.names_in_trial_ids import registered
 
 HELD_OUT = 16  # problems on which the loss is followed while training
 _EVALUATED = 16  # problems in one forward

@@ -16,7 +16,7 @@ from noisescope.diagnosis.context import GROUP, StudyContext
 from noisescope.diagnosis.report import Diagnosis
 from noisescope.errors import InvalidInput
 from noisescope.model.loading import Subject, wrap
-from noisescope.reports.report_file import Report, read_report
+from noisescope.reports.saved_report import Report, read_report
 from noisescope.sites import GROUPS, canonical_operator
 from noisescope.trials import Results, Trial
 

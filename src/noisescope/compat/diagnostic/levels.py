@@ -29,7 +29,7 @@ from noisescope.errors import InvalidInput, NoisescopeError, NothingInjected
 from noisescope.findings import BANDS, LIMITS, NOT_MEASURABLE, Window, avalanche_points, band
 from noisescope.jsonform import to_json
 from noisescope.model.loading import Subject
-from noisescope.reports.report_file import Report
+from noisescope.reports.saved_report import Report
 from noisescope.trials import Results, Trial
 
 if TYPE_CHECKING:

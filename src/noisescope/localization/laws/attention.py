@@ -19,9 +19,9 @@ from noisescope.localization.host_operators import host_arithmetic
 from noisescope.localization.host_products import as_multiplied
 from noisescope.localization.laws import linear as linear_laws
 from noisescope.localization.laws.call_results import LawEvidence, check_repeatability, exact, floored
+from noisescope.localization.laws.calls_with_other_inputs import probe
 from noisescope.localization.laws.functions import log_odds
 from noisescope.localization.laws.linear import Linear
-from noisescope.localization.laws.repeated_calls import probe
 from noisescope.localization.laws.table import Law
 from noisescope.localization.roundoff_floors import WORK_ROUNDOFF, number_format, product_roundoff
 from noisescope.localization.tensors import host_rows

@@ -14,7 +14,7 @@ from noisescope.localization.host_operators import NOT_LINEAR, given_one_tensor,
 from noisescope.localization.host_products import as_multiplied
 from noisescope.localization.laws import attention, functions, linear, linear_checksums, norms, sublayers
 from noisescope.localization.laws.call_results import EvidenceFacts, LawEvidence
-from noisescope.localization.laws.repeated_calls import (
+from noisescope.localization.laws.calls_with_other_inputs import (
     ATTENTION_MODULE,
     MLP,
     ROTARY,

@@ -33,8 +33,8 @@ from noisescope.localization.error_pattern import Evidence, Pattern
 from noisescope.localization.host_products import Recomputed
 from noisescope.localization.judge import judge
 from noisescope.localization.laws.call_results import EvidenceFacts, LawResult, known_values
+from noisescope.localization.laws.calls_with_other_inputs import ATTENTION_MODULE, MLP
 from noisescope.localization.laws.output_statistics import Statistics
-from noisescope.localization.laws.repeated_calls import ATTENTION_MODULE, MLP
 from noisescope.localization.laws.table import Law
 from noisescope.localization.roundoff_floors import number_format
 from noisescope.sites import FUSED, Site

@@ -26,7 +26,7 @@ from noisescope.localization.laws.call_results import (
     floored,
     known_values,
 )
-from noisescope.localization.laws.repeated_calls import probe
+from noisescope.localization.laws.calls_with_other_inputs import probe
 from noisescope.localization.laws.table import Law
 from noisescope.localization.roundoff_floors import WORK_ROUNDOFF, number_format, product_roundoff
 from noisescope.localization.tensors import host_rows, rms

@@ -25,8 +25,8 @@ from noisescope.localization.laws.call_results import (
     floored,
     sampled_rows,
 )
+from noisescope.localization.laws.calls_with_other_inputs import attempt, probe
 from noisescope.localization.laws.output_statistics import copies, measure
-from noisescope.localization.laws.repeated_calls import attempt, probe
 from noisescope.localization.laws.table import Law
 from noisescope.localization.roundoff_floors import (
     Z_MEAN,

@@ -15,8 +15,8 @@ from noisescope.localization import host_products
 from noisescope.localization.host_operators import host_arithmetic
 from noisescope.localization.host_products import BLOCK, checksums
 from noisescope.localization.laws.call_results import TINY, LawEvidence, LawResult, exact, floored, sampled_rows
+from noisescope.localization.laws.calls_with_other_inputs import parameters_replaced, unbiased
 from noisescope.localization.laws.output_statistics import copies
-from noisescope.localization.laws.repeated_calls import parameters_replaced, unbiased
 from noisescope.localization.laws.table import Law
 from noisescope.localization.roundoff_floors import Z_ELEMENT, combination, mean_square_limit, shortened
 from noisescope.localization.tensors import host_rows, rms

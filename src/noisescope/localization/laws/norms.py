@@ -27,9 +27,9 @@ from noisescope.localization.laws.call_results import (
     known_values,
     sampled_rows,
 )
+from noisescope.localization.laws.calls_with_other_inputs import probe, unbiased
 from noisescope.localization.laws.linear import moved_rows, with_nans
 from noisescope.localization.laws.output_statistics import Statistics, measure
-from noisescope.localization.laws.repeated_calls import probe, unbiased
 from noisescope.localization.laws.table import Law
 from noisescope.localization.roundoff_floors import WORK_ROUNDOFF, Z_ELEMENT, narrower, number_format
 from noisescope.localization.tensors import distinct_rows, host_rows, rms

@@ -19,7 +19,7 @@ from noisescope.localization.formula_recognition import activation_formula
 from noisescope.localization.host_operators import host_arithmetic
 from noisescope.localization.laws.attention import masked_out
 from noisescope.localization.laws.call_results import TINY, LawEvidence, LawResult, exact, floored
-from noisescope.localization.laws.repeated_calls import (
+from noisescope.localization.laws.calls_with_other_inputs import (
     adds_residual,
     biases,
     parameters_replaced,

@@ -3,7 +3,7 @@
 access  H  hooked inputs and outputs       C  the module is called with chosen inputs      W  its weights are read
 floor   "exact"        bit for bit: it follows from IEEE arithmetic whatever the order of summation
         "repeatable"   bit for bit on a stack that repeats itself; within round-off on one that does not
-        "round-off"    within the round-off model of roundoff.py
+        "round-off"    within the round-off model of rounded_forwards.py
 """
 
 from __future__ import annotations

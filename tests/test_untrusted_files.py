@@ -20,15 +20,15 @@ import noisescope as ns
 from noisescope import demo
 from noisescope.cli import app
 from noisescope.errors import InvalidInput
-from noisescope.foreign import FileKind, inside, parse_json, parse_yaml, read_bytes, read_foreign
-from noisescope.model.foreign_files import shards_of
+from noisescope.model.checkpoint_folder_check import shards_of
 from noisescope.model.loading import outline
 from noisescope.options.files import read_file
 from noisescope.options.sensitivity import DiagnoseOptions
 from noisescope.passports.diff import read_passport
-from noisescope.reports.report_file import Report
+from noisescope.reports.saved_report import Report
 from noisescope.runs.store import Store
 from noisescope.trials import Conditions, Result, Slice, Trial
+from noisescope.untrusted_files import FileKind, inside, parse_json, parse_yaml, read_bytes, read_foreign
 
 CORPUS = Path(__file__).parent / "fuzz" / "corpus"
 KIND = FileKind("thing", "Make it again", max_bytes=10_000, max_depth=5)

@@ -13,8 +13,8 @@ import transformers.cache_utils as caches
 import transformers.models.llama.modeling_llama as llama
 from torch import Tensor, nn
 
-from noisescope.localization import host_code
-from noisescope.localization.host_code import as_on_disk, is_exact, restore_code
+from noisescope.localization import unpatched_code
+from noisescope.localization.unpatched_code import as_on_disk, is_exact, restore_code
 
 
 def test_a_class_of_transformers_is_read_again(monkeypatch):
@@ -90,7 +90,7 @@ def test_restoring_looks_into_containers_and_leaves_others_alone():
     for _ in range(7):
         deep = [deep]
     restore_code(deep)  # too deep to be somebody's cache
-    assert host_code._restored(Own) is Own
+    assert unpatched_code._restored(Own) is Own
 
 
 def test_bases_that_can_not_be_put_in_one_order(monkeypatch):
@@ -100,8 +100,8 @@ def test_bases_that_can_not_be_put_in_one_order(monkeypatch):
     class Child(Base):
         pass
 
-    monkeypatch.setattr(host_code, "as_on_disk", lambda cls: Base)  # a class before its own subclass
-    assert host_code._restored.__wrapped__(Child) is Child
+    monkeypatch.setattr(unpatched_code, "as_on_disk", lambda cls: Base)  # a class before its own subclass
+    assert unpatched_code._restored.__wrapped__(Child) is Child
 
 
 def test_tables_of_cache_layers_stay_as_they_are(monkeypatch):
@@ -113,11 +113,11 @@ def test_tables_of_cache_layers_stay_as_they_are(monkeypatch):
     before = tables()
     apart = f"{caches.__name__}_as_on_disk"
     monkeypatch.setitem(sys.modules, apart, sys.modules.get(apart))  # what others have read stays theirs
-    again = host_code.read_again.__wrapped__(caches.__name__)
+    again = unpatched_code.read_again.__wrapped__(caches.__name__)
     assert again is not None and again.DynamicLayer is not caches.DynamicLayer
     assert tables() == before and before
-    monkeypatch.setattr(host_code, "as_on_disk", lambda cls: getattr(again, cls.__name__))
-    assert issubclass(host_code._restored.__wrapped__(caches.DynamicLayer), caches.DynamicLayer)
+    monkeypatch.setattr(unpatched_code, "as_on_disk", lambda cls: getattr(again, cls.__name__))
+    assert issubclass(unpatched_code._restored.__wrapped__(caches.DynamicLayer), caches.DynamicLayer)
     assert tables() == before
 
 

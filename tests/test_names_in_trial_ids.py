@@ -19,14 +19,14 @@ import torch
 
 import noisescope
 from noisescope.demo.experiment_tasks import arithmetic, practice
-from noisescope.diagnosis.stored_run_reader import noise_of, stored_injection
+from noisescope.diagnosis.stored_trials import noise_of, stored_injection
 from noisescope.errors import InvalidInput
 from noisescope.injection import Injection
 from noisescope.measures.format_costs import plan_injection
+from noisescope.names_in_trial_ids import class_name, function_name, registered, short_name
 from noisescope.probe.noise import Gaussian
 from noisescope.runs.store import Store
 from noisescope.training.phases_experiment import Arm, Design
-from noisescope.trial_id_names import class_name, function_name, registered, short_name
 from noisescope.trials import Conditions, Result, Slice, Trial, canonical, content_id, missing
 
 TWIN = """

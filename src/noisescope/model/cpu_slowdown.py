@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from torch.nn import functional
 
-from noisescope.foreign import parse_json, read_text
-from noisescope.model.foreign_files import CONFIG, WHOLE, shards_of
+from noisescope.model.checkpoint_folder_check import CONFIG, WHOLE, shards_of
 from noisescope.model.loading import checkpoint_folder
+from noisescope.untrusted_files import parse_json, read_text
 
 SHORT = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 SLOW = 1.5  # times float32: less than that may be chance

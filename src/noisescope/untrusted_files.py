@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from noisescope.errors import InvalidInput, NoisescopeError
 from noisescope.jsonform import Json, from_json
-from noisescope.plain_text import LONG, cut, one_line, shown
+from noisescope.text_escaping import LONG, cut, one_line, shown
 
 V = TypeVar("V")
 MIB = 2**20

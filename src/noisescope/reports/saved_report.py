@@ -21,15 +21,15 @@ from noisescope.comparison.roundoff import Roundoff
 from noisescope.diagnosis.findings_check import CheckResult
 from noisescope.diagnosis.report import SCHEMA_VERSION, Diagnosis, Robustness
 from noisescope.errors import InvalidInput, MissingExtra, unknown
-from noisescope.foreign import FileKind, parse_json, read_text
 from noisescope.jsonform import Json, from_json, schema_of, to_json
-from noisescope.plain_text import LONG, cut, one_line
 from noisescope.plans.migration import MigrationPlan
 from noisescope.plans.precision_results import PrecisionPlan
 from noisescope.reports.document import Document
 from noisescope.reports.markdown import to_markdown
 from noisescope.sites import NamedPlace
 from noisescope.tables import Sheet, Tabular
+from noisescope.text_escaping import LONG, cut, one_line
+from noisescope.untrusted_files import FileKind, parse_json, read_text
 
 V = TypeVar("V")
 FORMATS = ("json", "md", "html", "pdf")

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import noisescope as ns
 from noisescope.cli import app, command_builder
 from noisescope.options.base import CommandOptions
-from noisescope.options.command_line import OF_THIS_CALL, command_line, command_values
+from noisescope.options.command_text import OF_THIS_CALL, command_line, command_values
 from noisescope.options.fields import INTEGERS, Option, options_of
 from noisescope.options.sensitivity import DiagnoseOptions, GateOptions, RobustnessOptions
 from noisescope.options.shared import DataFile

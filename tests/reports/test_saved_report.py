@@ -13,7 +13,7 @@ import pytest
 
 from noisescope.diagnosis.report import Robustness
 from noisescope.errors import InvalidInput
-from noisescope.reports.report_file import DiagnosisReport, Report, schema
+from noisescope.reports.saved_report import DiagnosisReport, Report, schema
 
 MUTATIONS = 150
 DROP = object()

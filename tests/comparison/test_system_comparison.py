@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 
-from noisescope.comparison.systems import Cause, EngineFacts, Sampling, SystemComparison
+from noisescope.comparison.system_comparison import Cause, EngineFacts, Sampling, SystemComparison
 from noisescope.estimate import Estimate
 
 FACTS = EngineFacts("fake", "1", "m", "A", "float32", "cpu", sampling=Sampling(0.7))

@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from noisescope.errors import InvalidInput, NothingInjected, unknown
-from noisescope.localization.block_scanner import PROFILES, Failure, Readings, Scanner
+from noisescope.localization.block_statistics import PROFILES, Failure, Readings, Scanner
 from noisescope.localization.classify import classify
 from noisescope.localization.error_pattern import Evidence
 from noisescope.localization.inputs import batches_for, parts_of

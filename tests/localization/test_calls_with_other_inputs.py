@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from noisescope.localization.formula_recognition import LinearFormula
-from noisescope.localization.laws.repeated_calls import ModuleState
+from noisescope.localization.laws.calls_with_other_inputs import ModuleState
 from noisescope.localization.relations import relations
 from noisescope.testing import tiny_model
 

@@ -13,10 +13,10 @@ import matplotlib
 import pytest
 from matplotlib.colors import to_hex
 
-from noisescope.reports import figures
+from noisescope.reports import figure_files
 from noisescope.reports.charts import draw
 from noisescope.reports.document import Bar, Cell, Chart, Columns, Curve, Document, HeatMap, Panel, Section
-from noisescope.reports.figures import figure_of, save_figures, save_png
+from noisescope.reports.figure_files import figure_of, save_figures, save_png
 from noisescope.reports.palette import on_paper
 
 BARS = (
@@ -83,12 +83,12 @@ def test_nothing_is_left_behind() -> None:
         "import io, matplotlib\n"
         "before = matplotlib.rcParams.copy()\n"
         "from noisescope.reports.document import *\n"
-        "from noisescope.reports.figures import figure_of, save_png\n"
+        "from noisescope.reports.figure_files import figure_of, save_png\n"
         f"save_png(figure_of({CHART!r}), io.BytesIO())\n"
         "assert 'matplotlib.pyplot' not in sys.modules\n"
         "assert matplotlib.rcParams.copy() == before\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(figures.__file__).parents[2])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(figure_files.__file__).parents[2])}
     subprocess.run([sys.executable, "-W", "error", "-c", script], env=environment, check=True)
 
 

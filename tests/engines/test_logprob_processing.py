@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from noisescope.engines.logprob_processing import CLOSE, find_processing, reported_rows
 from noisescope.engines.protocol import Sampling
-from noisescope.engines.sampling import CLOSE, find_processing, reported_rows
 
 LOGITS = 3 * torch.randn(40, 50, generator=torch.Generator().manual_seed(0))
 

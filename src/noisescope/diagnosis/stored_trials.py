@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from noisescope.diagnosis.report import Asked
 from noisescope.errors import InvalidInput
 from noisescope.jsonform import Json, from_json
-from noisescope.plain_text import shown
+from noisescope.names_in_trial_ids import short_name
 from noisescope.sites import Place, place_order
-from noisescope.trial_id_names import short_name
+from noisescope.text_escaping import shown
 from noisescope.trials import Conditions, Result, Slice
 
 CLEAN = "no noise"

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from noisescope.cli import app
-from noisescope.plain_text import csv_cell, cut, last_part, markdown, one_line, shown, visible
 from noisescope.plans.fault_tests import from_columns, to_csv
 from noisescope.reports.document import (
     Bullets,
@@ -31,6 +30,7 @@ from noisescope.reports.document import (
 from noisescope.reports.html import to_html
 from noisescope.reports.junit import Case, to_junit
 from noisescope.reports.markdown import to_markdown
+from noisescope.text_escaping import csv_cell, cut, last_part, markdown, one_line, shown, visible
 
 CLI = Path(__file__).parents[1] / "src" / "noisescope" / "cli"
 EVIL = "\x1b[31m\u202e\u2066\u200b\x00\x9b **b** _i_ `c` [x](javascript:y) ![i](http://e) <img src=x> | # h\n- l\n\n# T"

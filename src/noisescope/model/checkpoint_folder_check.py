@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from noisescope.errors import InvalidInput
-from noisescope.foreign import MIB, FileKind, fitting, inside, members, parse_json, read_text
 from noisescope.jsonform import Json, from_json
+from noisescope.untrusted_files import MIB, FileKind, fitting, inside, members, parse_json, read_text
 
 CONFIG = FileKind("model config", "Download the model's files again", max_bytes=4 * MIB, infinite=True, root="config")
 INDEX = FileKind("shard index", "Download the model's files again", max_bytes=64 * MIB)

@@ -12,7 +12,7 @@ import noisescope as ns
 from noisescope.api.preparation import encode_data
 from noisescope.comparison.roundoff import band_of, gap_between
 from noisescope.errors import InvalidInput
-from noisescope.measures.roundoff import RoundoffRuns, ScoredTokens, run_rounded
+from noisescope.measures.rounded_forwards import RoundoffRuns, ScoredTokens, run_rounded
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,7 @@ from noisescope.diagnosis.rows import AvalanchePoint, CellEffect, Effect, LayerA
 from noisescope.plans.frontier import frontier
 from noisescope.plans.precision import modules_of
 from noisescope.plans.precision_results import PlanRow
-from noisescope.reports.document import Bar, Cell, Chart, Curve, HeatMap
-from noisescope.reports.report_file import DiagnosisReport
-from noisescope.reports.words import (
+from noisescope.reports.cell_text import (
     ONE_SIDED,
     band_of,
     capitalised,
@@ -24,6 +22,8 @@ from noisescope.reports.words import (
     run_metric,
     span,
 )
+from noisescope.reports.document import Bar, Cell, Chart, Curve, HeatMap
+from noisescope.reports.saved_report import DiagnosisReport
 
 STAR = "injected; all others are predicted by the screen, scaled to match injections"
 MOST_POINTS = 60  # of a curve

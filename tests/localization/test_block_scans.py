@@ -11,8 +11,8 @@ import torch
 import noisescope as ns
 from noisescope.errors import InvalidInput
 from noisescope.faults import FAMILIES, Bias, Saturation, faulty
-from noisescope.localization.block_scanner import PROFILES, kurtosis, mean_shift, pile_up
-from noisescope.localization.scans import SCANS, scans, z_limit
+from noisescope.localization.block_scans import SCANS, scans, z_limit
+from noisescope.localization.block_statistics import PROFILES, kurtosis, mean_shift, pile_up
 from noisescope.testing import MODELS, tiny_inputs, tiny_model
 
 FAULTS = ["dead_zone:0.01", "dead_zone:0.3", "saturation:0.01", "saturation:0.3", "bias:0.01", "bias:0.3"]

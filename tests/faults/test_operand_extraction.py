@@ -29,8 +29,8 @@ from noisescope.faults import (
     RsqrtTable,
     bit_patterns,
 )
-from noisescope.faults.call_operands import product
 from noisescope.faults.fault_state import Memory, Stream, faulty_output
+from noisescope.faults.operand_extraction import product
 from noisescope.model.anatomy import MODULE, Unit
 from noisescope.probe.draws import Rows
 from noisescope.probe.operator_target import Context
