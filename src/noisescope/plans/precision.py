@@ -81,7 +81,7 @@ class Budget:
         own = self.latency.get(module.name)
         row, share = (self.latency.get("*", {}), module.parameters / 1e6) if own is None else (own, 1.0)
         if name not in row:
-            raise InvalidInput(f"the latency table has no {name!r} for {module.name}and no row '*'")
+            raise InvalidInput(f"the latency table has no {name!r} for {module.name} and no row '*'")
         return float(row[name]) * share
 
     def limits(self, modules: Sequence[Module]) -> list[Limit]:
