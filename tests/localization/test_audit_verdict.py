@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ import noisescope as ns
 from noisescope.faults import faulty
 from noisescope.localization.audit import audit
 from noisescope.localization.audit_log import CallHash
+from noisescope.localization.audit_verdict import cells_of
 from noisescope.localization.call_tree import Node
 from noisescope.model.anatomy import Unit
+from noisescope.sites import Site
 from noisescope.testing import tiny_model
 
 
@@ -146,3 +149,12 @@ def test_detection_limits_are_of_healthy_sites():
     assert found.smallest_visible["linear"]["sites"] == healthy["linear"]["sites"]
     for operator, limit in found.smallest_visible.items():
         assert limit["gain"] <= 1.5 * healthy[operator]["gain"], operator
+
+
+def test_cells_have_one_order():
+    """Places as data flow, operators by name: not as a set of strings is ordered, which differs between processes."""
+    names = ("softmax", "linear", "norm", "silu", "attention", "matmul", "residual", "embedding")
+    sites = [Site(name, place, "m") for place in ("lm_head", 1, 0, "embed") for name in names]
+    log: Any = SimpleNamespace(judged=SimpleNamespace(calls={(site, 0): True for site in sites}))
+    found = [(cell.place, cell.operator) for cell in cells_of(log)]
+    assert found == [(place, name) for place in ("embed", 0, 1, "lm_head") for name in sorted(names)]

@@ -98,7 +98,8 @@ def cells_of(log: AuditLog) -> Iterator[Cell]:
     sites: dict[Site, bool] = {}
     for (site, _), judged in log.judged.calls.items():
         sites[site] = judged and sites.get(site, True)
-    for place, operator in sorted({(site.place, site.operator) for site in sites}, key=lambda key: place_order(key[0])):
+    found = {(site.place, site.operator) for site in sites}
+    for place, operator in sorted(found, key=lambda key: (place_order(key[0]), key[1])):
         here = [judged for site, judged in sites.items() if (site.place, site.operator) == (place, operator)]
         yield Cell(place, operator, sum(here), len(here))
 
