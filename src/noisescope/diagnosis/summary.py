@@ -243,11 +243,16 @@ def _why_not(context: StudyContext, found: Sections) -> str:
         return "a screen predicts divergence without injecting noise, so no loss was measured"
     if baseline is None:
         return "the clean model could not be measured"
-    return (
-        ""
-        if baseline.measurable
-        else (f"the clean {metric_name(context.metric_name)} is not significantly above chance")
-    )
+    if baseline.measurable:
+        return ""
+    known = "known too roughly" if _above_chance(context, baseline) else "not significantly above chance"
+    return f"the clean {metric_name(context.metric_name)} is {known}"
+
+
+def _above_chance(context: StudyContext, baseline: Baseline) -> bool:
+    """Of a score that is not measurable all the same: its own error is too large a share of it."""
+    low = baseline.metrics[context.metric].low
+    return low is not None and low > context.chance
 
 
 def _critical_loss(context: StudyContext) -> float:
@@ -337,6 +342,11 @@ def _not_measurable(context: StudyContext, baseline: Baseline) -> str:
         return f"{clean.n} samples have a finite perplexity: too few to measure a loss; raise --samples."
     low, high = ("..." if end is None else percent(end) for end in (clean.low, clean.high))
     value = "not finite" if clean.value is None else percent(clean.value)
+    if _above_chance(context, baseline):
+        return (
+            f"The clean {metric_name(context.metric_name)} is {value} [{low}, {high}] (n = {clean.n}), known too "
+            "roughly to measure which share of it is lost: raise --samples."
+        )
     return (
         f"The clean {metric_name(context.metric_name)} is {value} [{low}, {high}] (n = {clean.n}) and is not "
         f"significantly above chance ({percent(context.chance)}), so no loss can be measured: raise --samples, or "
