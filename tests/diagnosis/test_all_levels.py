@@ -296,7 +296,7 @@ def test_injection_that_differs_from_the_prediction_is_flagged() -> None:
 
 def test_at_chance_nothing_is_called_robust() -> None:
     """A model that knows nothing can lose nothing: not measurable, and the next step says what to do."""
-    found, _, _ = diagnosed(harmless, clean=0.02)
+    found, _, _ = diagnosed(harmless, clean=0.0)
     assert {row.band for row in operators_of(found).values()} == {"not measurable"}
     assert found.metrics.baseline is not None and not found.metrics.baseline.measurable
     threshold_found = found.metrics.primary.critical_threshold
@@ -346,7 +346,7 @@ def test_where_every_trial_fails_the_report_says_why_and_rates_nothing(effort: s
 
 def test_the_reason_for_no_rating_is_the_one_that_holds() -> None:
     """At chance more samples do not help, and a screen has measured no loss: neither says "too few samples"."""
-    at_chance, _, _ = diagnosed(harmless, clean=0.02)
+    at_chance, _, _ = diagnosed(harmless, clean=0.0)
     assert "chance" in at_chance.executive_summary.risk_meaning
     assert at_chance.executive_summary.in_plain_words.success == ""
     screened, _, _ = diagnosed(harmless, effort="screen")
