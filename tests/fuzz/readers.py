@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from noisescope.api import reports
-from noisescope.api.plans import _table
+from noisescope.api.plan import _table
 from noisescope.api.records import _read_tensor, read_dump
 from noisescope.cli.passport import print_passport
 from noisescope.comparison.compare import Comparison, compare_records
@@ -36,7 +36,7 @@ from noisescope.plans.gate_rows import GateResult
 from noisescope.probe.noise import Gaussian
 from noisescope.reports.run_changes import trend
 from noisescope.runs.store import FILE, Store
-from noisescope.runs.store_rows import checksum
+from noisescope.runs.store_file import checksum
 from noisescope.training.launch import confirm
 from noisescope.trials import Conditions, Result, Slice, Trial
 

@@ -12,10 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from noisescope.reports import axes, charts, palette
-from noisescope.reports.charts import Drawable, draw, drawable, spoken
+from noisescope.reports.charts import Drawable, draw, drawable, scale_of, spoken
 from noisescope.reports.document import Bar, Cell, Chart, Curve, HeatMap
 from noisescope.reports.drawing import Dot, Drawing, Line, Rect, Shape, Text, text_width
-from noisescope.reports.heat_chart import scale_of
 
 OPERATORS = ("linear", "matmul", "bmm", "softmax", "silu", "gelu", "norm", "embedding", "residual")
 BARS = (

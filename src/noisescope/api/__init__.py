@@ -21,11 +21,9 @@ if TYPE_CHECKING:
     from noisescope.api import locate_simulated as locate_simulated
     from noisescope.api import plan as plan
     from noisescope.api import plan_trials as plan_trials
-    from noisescope.api import plans as plans
     from noisescope.api import preparation as preparation
     from noisescope.api import records as records
     from noisescope.api import reports as reports
-    from noisescope.api import roundoff as roundoff
     from noisescope.api import systems as systems
     from noisescope.api.comparison import compare as compare
     from noisescope.api.comparison import passport as passport
@@ -34,10 +32,10 @@ if TYPE_CHECKING:
     from noisescope.api.experiment import phases as phases
     from noisescope.api.gates import gate as gate
     from noisescope.api.inspection import inspect as inspect
+    from noisescope.api.plan import plan_precision as plan_precision
     from noisescope.api.plan_trials import plan_smoothquant as plan_smoothquant
     from noisescope.api.plan_trials import verify_kv_cache as verify_kv_cache
     from noisescope.api.plan_trials import verify_precision as verify_precision
-    from noisescope.api.plans import plan_precision as plan_precision
     from noisescope.api.preparation import prepare as prepare
     from noisescope.api.preparation import prepare_diagnosis as prepare_diagnosis
     from noisescope.api.records import record as record
@@ -57,13 +55,11 @@ _LAZY = {
     "api.gates": ("gate",),
     "api.inspection": ("inspect",),
     "api.locate_simulated": (),
-    "api.plan": (),
+    "api.plan": ("plan_precision",),
     "api.plan_trials": ("plan_smoothquant", "verify_kv_cache", "verify_precision"),
-    "api.plans": ("plan_precision",),
     "api.preparation": ("prepare", "prepare_diagnosis"),
     "api.records": ("record", "save_activations"),
     "api.reports": ("compare_runs", "load_report"),
-    "api.roundoff": (),
     "api.systems": (),
     "localization.locate": ("locate",),
     "options.shared": ("Options",),

@@ -7,15 +7,14 @@ from pathlib import Path
 from torch import Tensor
 
 from noisescope import progress
+from noisescope.api.diagnosis import measure_band
 from noisescope.api.reports import now, versions
-from noisescope.api.roundoff import measure_band
 from noisescope.comparison.records import Record, read_record
 from noisescope.comparison.roundoff import RoundoffBand
 from noisescope.comparison.system_comparison import SystemComparison
 from noisescope.data.dataset import DataSet, built_in, read_data
 from noisescope.engines.compare import compare_systems
-from noisescope.engines.opening import open_engine, read_arguments
-from noisescope.engines.protocol import Engine, EngineCall, Ids
+from noisescope.engines.protocol import Engine, EngineCall, Ids, open_engine, read_arguments
 from noisescope.engines.transformers_engine import TransformersEngine
 from noisescope.errors import InvalidInput
 from noisescope.model.loading import Subject
