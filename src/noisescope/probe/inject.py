@@ -60,7 +60,7 @@ class Probe(ModelScope):
         self.gradients_only = gradients_only  # no noise in forwards that record no gradients: evaluation, generation
         self._check_targets()
 
-    def __enter__(self) -> Tally:
+    def __enter__(self) -> Tally:  # type: ignore[override]
         self._open()
         return self.tally
 

@@ -211,7 +211,7 @@ class TrainingNoise:
         else:
             self._note_change()
             self._probe.update(injection)
-        self._probe.number_from(step * STRIDE)
+        self._probe.forwards = step * STRIDE  # the draws of unnamed rows depend on that number
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
