@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from noisescope.api import comparison as comparison
-    from noisescope.api import data_files as data_files
     from noisescope.api import defaults as defaults
     from noisescope.api import diagnosis as diagnosis
     from noisescope.api import experiment as experiment
@@ -47,7 +46,6 @@ if TYPE_CHECKING:
 
 _LAZY = {
     "api.comparison": ("compare", "passport"),
-    "api.data_files": (),
     "api.defaults": (),
     "api.diagnosis": ("diagnose", "robustness"),
     "api.experiment": ("phases",),

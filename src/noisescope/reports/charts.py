@@ -12,16 +12,25 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from noisescope.reports.axes import (
+from noisescope.reports.document import TONES, Bar, Cell, Chart, Curve, HeatMap
+from noisescope.reports.drawing import (
     LABEL,
     LANE,
     LEFT,
     LOG_RATIO,
     RIGHT,
+    SIZE,
     TOP,
     WIDEST,
     WIDTH,
     Axis,
+    Dot,
+    Drawing,
+    Line,
+    Mark,
+    Rect,
+    Shape,
+    Text,
     axis_of,
     bar_shape,
     foot_of,
@@ -34,11 +43,11 @@ from noisescope.reports.axes import (
     linear_axis,
     log_axis,
     reach_of,
+    short,
+    text_width,
     tip_of,
     whisker,
 )
-from noisescope.reports.document import TONES, Bar, Cell, Chart, Curve, HeatMap
-from noisescope.reports.drawing import SIZE, Dot, Drawing, Line, Mark, Rect, Shape, Text, short, text_width
 from noisescope.reports.palette import STEPS
 
 STRIP = 96.0  # height of the row of layers above a heat map
