@@ -1,4 +1,4 @@
-"""Stored runs and reports, the words to print them with, and early checks of files. Needs neither the model nor torch."""
+"""Stored runs and reports, the words to print them with, and early checks of files. Needs neither model nor torch."""
 
 from __future__ import annotations
 

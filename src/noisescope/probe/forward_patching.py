@@ -176,7 +176,7 @@ class ModelScope:
         self._open()
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self._close()
 
     def _open(self) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import warnings
-from types import TracebackType
 
 import torch
 from torch import nn
@@ -64,9 +63,7 @@ class Probe(ModelScope):
         self._open()
         return self.tally
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self.tally.forced_eager = self.compiled
         self._ran = self._operators_that_ran()
         try:

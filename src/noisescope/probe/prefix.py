@@ -52,7 +52,7 @@ class Prefix(ModelScope):
         self._batch: dict[int, Any] = {}
         self._last: Any = None  # what the last block gave when it last ran, or stood for when it was passed by
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
         self.forget()
         self._close()
 
