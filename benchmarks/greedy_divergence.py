@@ -22,10 +22,10 @@ import torch
 
 import noisescope as ns
 from noisescope import stats
-from noisescope.api.diagnosis import with_ends
 from noisescope.api.preparation import encode_data
+from noisescope.api.roundoff import with_ends
 from noisescope.comparison.roundoff import forecast
-from noisescope.data.answers import end_tokens, generate_tokens
+from noisescope.data.generation import end_tokens, generate_tokens
 from noisescope.measures.rounded_forwards import ScoredTokens, run_rounded
 
 PATHS = {"eager, batch 1": ("eager", 1), "sdpa, batch 8": ("sdpa", 8), "eager, batch 8": ("eager", 8)}

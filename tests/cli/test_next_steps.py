@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import noisescope as ns
 from noisescope.cli import app
-from noisescope.reports.first_screen import next_steps, run_command
+from noisescope.reports.next_steps import next_steps, run_command
 
 ASKED = "diagnose demo --effort screen --samples 16 --max-tokens 20 --seeds 1 --level operator --slice 20"
 

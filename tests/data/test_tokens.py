@@ -18,8 +18,9 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
 import noisescope as ns
-from noisescope.data.answers import answers_match, extract_number, generate
+from noisescope.data.answers import answers_match, extract_number
 from noisescope.data.dataset import DataSet, Item, gather
+from noisescope.data.generation import generate
 from noisescope.data.tokens import Encoded, Sequence, chance, encode, from_batches, prompts
 from noisescope.errors import InvalidInput
 from noisescope.testing import tiny_model

@@ -12,22 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from noisescope.reports import charts, palette
+from noisescope.reports.axes import NARROW, TURN, WIDTH, linear_axis, round_steps
 from noisescope.reports.charts import Drawable, draw, drawable, scale_of, spoken
 from noisescope.reports.document import Bar, Cell, Chart, Curve, HeatMap
-from noisescope.reports.drawing import (
-    NARROW,
-    TURN,
-    WIDTH,
-    Dot,
-    Drawing,
-    Line,
-    Rect,
-    Shape,
-    Text,
-    linear_axis,
-    round_steps,
-    text_width,
-)
+from noisescope.reports.drawing import Dot, Drawing, Line, Rect, Shape, Text, text_width
 
 OPERATORS = ("linear", "matmul", "bmm", "softmax", "silu", "gelu", "norm", "embedding", "residual")
 BARS = (

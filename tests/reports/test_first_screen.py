@@ -17,8 +17,8 @@ from noisescope.diagnosis.rows import LayerAnalysis
 from noisescope.options.fields import options_of
 from noisescope.reports.cell_text import band_of
 from noisescope.reports.document import Chart, Columns, Command, Curve, Document, HeatMap, Panel, every_block
-from noisescope.reports.first_screen import next_steps, run_command
 from noisescope.reports.markdown import to_markdown
+from noisescope.reports.next_steps import next_steps, run_command
 from noisescope.reports.saved_report import DiagnosisReport, Report
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from noisescope.api import preparation as preparation
     from noisescope.api import records as records
     from noisescope.api import reports as reports
+    from noisescope.api import roundoff as roundoff
     from noisescope.api import systems as systems
     from noisescope.api.comparison import compare as compare
     from noisescope.api.comparison import passport as passport
@@ -58,6 +59,7 @@ _LAZY = {
     "api.preparation": ("prepare", "prepare_diagnosis"),
     "api.records": ("record", "save_activations"),
     "api.reports": ("compare_runs", "load_report"),
+    "api.roundoff": (),
     "api.systems": (),
     "localization.locate": ("locate",),
     "options.shared": ("Options",),

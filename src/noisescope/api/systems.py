@@ -7,8 +7,8 @@ from pathlib import Path
 from torch import Tensor
 
 from noisescope import progress
-from noisescope.api.diagnosis import measure_band
 from noisescope.api.reports import now, versions
+from noisescope.api.roundoff import measure_band
 from noisescope.comparison.records import Record, read_record
 from noisescope.comparison.roundoff import RoundoffBand
 from noisescope.comparison.system_comparison import SystemComparison

@@ -12,25 +12,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from noisescope.reports.document import TONES, Bar, Cell, Chart, Curve, HeatMap
-from noisescope.reports.drawing import (
+from noisescope.reports.axes import (
     LABEL,
     LANE,
-    LEFT,
     LOG_RATIO,
-    RIGHT,
-    SIZE,
-    TOP,
     WIDEST,
     WIDTH,
     Axis,
-    Dot,
-    Drawing,
-    Line,
-    Mark,
-    Rect,
-    Shape,
-    Text,
     axis_of,
     bar_shape,
     foot_of,
@@ -43,10 +31,24 @@ from noisescope.reports.drawing import (
     linear_axis,
     log_axis,
     reach_of,
-    short,
-    text_width,
     tip_of,
     whisker,
+)
+from noisescope.reports.document import TONES, Bar, Cell, Chart, Curve, HeatMap
+from noisescope.reports.drawing import (
+    LEFT,
+    RIGHT,
+    SIZE,
+    TOP,
+    Dot,
+    Drawing,
+    Line,
+    Mark,
+    Rect,
+    Shape,
+    Text,
+    short,
+    text_width,
 )
 from noisescope.reports.palette import STEPS
 

@@ -27,7 +27,8 @@ from noisescope.reports.cell_text import (
     table,
 )
 from noisescope.reports.document import Bar, Block, Bullets, Cell, Curve, Details, Document, Paragraph, Section
-from noisescope.reports.first_screen import facts, in_pictures, run_command, run_facts, summary
+from noisescope.reports.first_screen import facts, in_pictures, run_facts, summary
+from noisescope.reports.next_steps import run_command
 from noisescope.reports.saved_report import TITLE, DiagnosisReport
 
 FIRST = 5  # recommendations that are not folded

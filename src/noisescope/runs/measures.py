@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from noisescope.data import generation
 from noisescope.data.answers import answers_match
-from noisescope.data.answers import generate as greedy_answers
 from noisescope.errors import InvalidInput
 from noisescope.measures.fisher import GradientScreen, Screen
 from noisescope.measures.format_costs import (
@@ -85,7 +85,7 @@ def generate(runner: TrialRunner, trial: Trial) -> Result:
     if not prompts:
         raise InvalidInput("generation needs prompts with answers")
     with _injecting(runner, trial) as probe:
-        texts = greedy_answers(
+        texts = generation.generate(
             runner.model,
             runner.subject.tokenizer,
             list(prompts),

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from noisescope.data import tokens as tokenised
-from noisescope.data.answers import answers_match, generate
+from noisescope.data.answers import answers_match
 from noisescope.data.dataset import DataSet, Item, gather
+from noisescope.data.generation import generate
 from noisescope.errors import InvalidInput, MissingExtra
 from noisescope.model.forwards import evaluating
 from noisescope.model.loading import Subject, load
