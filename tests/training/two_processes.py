@@ -1,4 +1,4 @@
-"""What each of two gloo processes does for test_launch_ranks.py: prints one line of JSON.
+"""What each of two gloo processes does for test_ranks.py: prints one line of JSON.
 
 python two_processes.py RANK PORT CASE
 """

@@ -15,7 +15,10 @@ from typing import TypeAlias
 from noisescope.reports.axes import (
     LABEL,
     LANE,
+    LEFT,
     LOG_RATIO,
+    RIGHT,
+    TOP,
     WIDEST,
     WIDTH,
     Axis,
@@ -35,21 +38,7 @@ from noisescope.reports.axes import (
     whisker,
 )
 from noisescope.reports.document import TONES, Bar, Cell, Chart, Curve, HeatMap
-from noisescope.reports.drawing import (
-    LEFT,
-    RIGHT,
-    SIZE,
-    TOP,
-    Dot,
-    Drawing,
-    Line,
-    Mark,
-    Rect,
-    Shape,
-    Text,
-    short,
-    text_width,
-)
+from noisescope.reports.drawing import SIZE, Dot, Drawing, Line, Mark, Rect, Shape, Text, short, text_width
 from noisescope.reports.palette import STEPS
 
 STRIP = 96.0  # height of the row of layers above a heat map
