@@ -190,19 +190,18 @@ def spoken(block: Drawable) -> str:
     """What a screen reader says in place of the picture."""
     if isinstance(block, HeatMap):
         return f"{block.title} ({block.unit}): the numbers are in the table below"
-    bars = block.bars if isinstance(block, Chart) else [bar for _, bar in (*block.points, *block.marked)]
-    said = (f"{bar.label} {bar.cell.text} {bar.mark}".strip() for bar in bars)
+    said = (f"{bar.label} {bar.cell.text} {bar.mark}".strip() for bar in _bars(block))
     return f"{block.title} ({block.unit}): {'; '.join(said)}"
 
 
 def _cells(block: Drawable) -> Iterable[Cell]:
     if isinstance(block, HeatMap):
         return [cell for row in block.cells for cell in row if cell is not None]
-    return [bar.cell for bar in (block.bars if isinstance(block, Chart) else _bars(block))]
+    return [bar.cell for bar in _bars(block)]
 
 
-def _bars(curve: Curve) -> list[Bar]:
-    return [bar for _, bar in (*curve.points, *curve.marked)]
+def _bars(block: Chart | Curve) -> Sequence[Bar]:
+    return block.bars if isinstance(block, Chart) else [bar for _, bar in (*block.points, *block.marked)]
 
 
 def _down(item: Mark | Shape, by: float) -> Mark | Shape:
