@@ -166,7 +166,7 @@ def test_light_imports(code: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["comparison", "plan", "reports"])
+@pytest.mark.parametrize("name", ["comparison", "plans", "reports"])
 def test_these_parts_of_the_api_need_no_torch(name: str) -> None:
     """They read, plan and print: torch is blocked."""
     code = f"import sys; sys.modules['torch'] = sys.modules['transformers'] = None; import noisescope.api.{name}"

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import noisescope as ns
-from noisescope.api.plan import plan_precision
 from noisescope.api.plan_trials import plan_smoothquant, verify_precision
+from noisescope.api.plans import plan_precision
 from noisescope.diagnosis.report import Diagnosis
 from noisescope.errors import InvalidInput
 from noisescope.jsonform import from_json, to_json

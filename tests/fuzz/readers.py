@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from noisescope.api import reports
-from noisescope.api.plan import _table
+from noisescope.api.plans import _table
 from noisescope.api.records import _read_tensor, read_dump
 from noisescope.cli.passport import print_passport
 from noisescope.comparison.compare import Comparison, compare_records

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from noisescope.api import locate_simulated as locate_simulated
     from noisescope.api import plan as plan
     from noisescope.api import plan_trials as plan_trials
+    from noisescope.api import plans as plans
     from noisescope.api import preparation as preparation
     from noisescope.api import records as records
     from noisescope.api import reports as reports
@@ -32,10 +33,10 @@ if TYPE_CHECKING:
     from noisescope.api.experiment import phases as phases
     from noisescope.api.gates import gate as gate
     from noisescope.api.inspection import inspect as inspect
-    from noisescope.api.plan import plan_precision as plan_precision
     from noisescope.api.plan_trials import plan_smoothquant as plan_smoothquant
     from noisescope.api.plan_trials import verify_kv_cache as verify_kv_cache
     from noisescope.api.plan_trials import verify_precision as verify_precision
+    from noisescope.api.plans import plan_precision as plan_precision
     from noisescope.api.preparation import prepare as prepare
     from noisescope.api.preparation import prepare_diagnosis as prepare_diagnosis
     from noisescope.api.records import record as record
@@ -54,8 +55,9 @@ _LAZY = {
     "api.gates": ("gate",),
     "api.inspection": ("inspect",),
     "api.locate_simulated": (),
-    "api.plan": ("plan_precision",),
+    "api.plan": (),
     "api.plan_trials": ("plan_smoothquant", "verify_kv_cache", "verify_precision"),
+    "api.plans": ("plan_precision",),
     "api.preparation": ("prepare", "prepare_diagnosis"),
     "api.records": ("record", "save_activations"),
     "api.reports": ("compare_runs", "load_report"),

@@ -6,19 +6,17 @@ and `report` what `ns.diagnose(subject, batches)` gave.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from noisescope.api import plans
 from noisescope.api.reports import as_report, write_text
 from noisescope.diagnosis.report import Diagnosis
 from noisescope.errors import InvalidInput
-from noisescope.jsonform import to_json
 from noisescope.options.base import takes_options
 from noisescope.options.plans import (
-    BudgetOptions,
     FaultTestOptions,
     KvCacheOptions,
     MigrationOptions,
@@ -26,31 +24,19 @@ from noisescope.options.plans import (
     SmoothquantOptions,
 )
 from noisescope.plans import migration as places
-from noisescope.plans.fault_tests import FaultTest as FaultTest
-from noisescope.plans.fault_tests import FaultTestResult as FaultTestResult
-from noisescope.plans.fault_tests import FaultTests, generate
-from noisescope.plans.kv_cache import KvCachePlan as KvCachePlan
-from noisescope.plans.kv_cache import export_vllm, kv_cache_plan
-from noisescope.plans.kv_cache import vllm_command as vllm_command
-from noisescope.plans.migration import MigrationSteps as MigrationSteps
-from noisescope.plans.precision import Budget, Plan, modules_of, optimal_plan
-from noisescope.plans.precision_exports import Export, export_plan, formats_of
-from noisescope.plans.precision_results import OVER_PLAN as OVER_PLAN
-from noisescope.plans.precision_results import PrecisionPlan as PrecisionPlan
-from noisescope.plans.precision_results import coverage_notes, planned_share, predicted_plan, prediction_of
+from noisescope.plans.fault_tests import FaultTestResult, FaultTests, generate
+from noisescope.plans.kv_cache import KvCachePlan, kv_cache_plan
+from noisescope.plans.migration import MigrationSteps
+from noisescope.plans.precision_results import PrecisionPlan
 from noisescope.plans.smoothing import SmoothingPlan
-from noisescope.reports.saved_report import Report, diagnosis_of
+from noisescope.reports.saved_report import Report
 from noisescope.text_escaping import last_part
-from noisescope.untrusted_files import FileKind, read_foreign
 
 if TYPE_CHECKING:
     from noisescope.model.loading import Subject
 
     Model: TypeAlias = Subject | Callable[[], Subject] | None
 
-LATENCIES = FileKind(
-    "latency table", "It must be JSON of the form {module: {format: milliseconds}}; '*' for all others"
-)
 ReportSource: TypeAlias = Report | Diagnosis | Mapping[str, Any] | str | Path
 
 
@@ -69,19 +55,17 @@ def precision(report: ReportSource, options: PrecisionOptions, *, subject: Model
     (False, None)
     """
     found = as_report(report)
-    options = _with_formats_of_tool(found, options)
-    plan = plan_precision(found, options=options)
+    options = plans.with_formats_of_tool(found, options)
+    plan = plans.plan_precision(found, options=options)
     notes: tuple[str, ...] = ()
     if options.refine:
         from noisescope.api.plan_trials import refine_precision
 
         subject = _model(subject, "refine")
         plan, notes = refine_precision(subject, found, plan, options=options)
-    result = predict_precision(found, plan, formats=options.formats)
+    result = plans.predict_precision(found, plan, formats=options.formats)
     # a tool that can't take the plan is refused before the work of verifying it
-    export = None
-    if options.export is not None:
-        export = export_plan(plan, options.export, modules_of(found.diagnosis, options.formats))
+    export = None if options.export is None else plans.export_precision(found, plan, options)
     if options.verify:
         from noisescope.api.plan_trials import verify_precision
 
@@ -107,7 +91,7 @@ def kv_cache(report: ReportSource, options: KvCacheOptions, *, subject: Model = 
     """
     found = as_report(report)
     plan = kv_cache_plan(found.diagnosis, keep_layers=options.keep_layers, max_kl=options.max_kl)
-    export = None if options.export is None else _export_kv_cache(plan, options.export)
+    export = None if options.export is None else plans.export_kv_cache(plan, options.export)
     if options.verify:
         from noisescope.api.plan_trials import verify_kv_cache
 
@@ -177,54 +161,3 @@ def _model(subject: Model, asked: str) -> Subject:
     if subject is None:
         raise InvalidInput(f"{asked} needs the model: give it as subject=ns.load(...)")
     return subject() if callable(subject) else subject
-
-
-# -- a precision plan from a report
-
-
-@takes_options(BudgetOptions)
-def plan_precision(report: Report | Diagnosis, options: BudgetOptions) -> Plan:
-    """A number format for each linear of the blocks, at the least predicted KL that the budget allows."""
-    budget = budget_of(options)
-    modules = modules_of(diagnosis_of(report), options.formats)
-    bits = {name: choice.bits for name, choice in modules[0].choices.items()}
-    low, high = min(bits, key=bits.__getitem__), max(bits, key=bits.__getitem__)
-    if options.average_bits is not None and not bits[low] <= options.average_bits <= bits[high]:
-        raise InvalidInput(
-            f"these formats allow averages from {bits[low]:g} ({low}) to {bits[high]:g} bits ({high}), got "
-            f"{options.average_bits:g}: change the average, or the formats to choose from"
-        )
-    return optimal_plan(modules, budget, granularity=options.granularity)
-
-
-def budget_of(options: BudgetOptions) -> Budget:
-    table = _table(options.latency_table)
-    return Budget(options.average_bits, options.max_megabytes, options.max_milliseconds, table)
-
-
-def predict_precision(report: Report | Diagnosis, plan: Plan, *, formats: Iterable[str] | None = None) -> PrecisionPlan:
-    """A plan with its prediction, not carried out."""
-    found = diagnosis_of(report)
-    prediction = prediction_of(found, modules_of(found, formats), plan)
-    return predicted_plan(plan, prediction, planned_share=planned_share(found), notes=coverage_notes(found))
-
-
-def _with_formats_of_tool(report: Report | Diagnosis, options: PrecisionOptions) -> PrecisionOptions:
-    """Where a plan is for a tool and no formats were chosen, those that the tool has."""
-    offered = None if options.export is None or options.formats is not None else formats_of(options.export)
-    if offered is None:
-        return options
-    scored = modules_of(diagnosis_of(report))[0].choices
-    return replace(options, formats=tuple(name for name in scored if name in offered))
-
-
-def _export_kv_cache(plan: KvCachePlan, tool: str) -> Export:
-    """The plan in the words of another tool."""
-    return export_vllm(plan) if tool == "vllm" else Export(json.dumps(to_json(plan), indent=1) + "\n")
-
-
-def _table(given: Any) -> Mapping[str, Any]:
-    """Milliseconds by module and format, from JSON where a path is given."""
-    if given is None or isinstance(given, Mapping):
-        return given or {}
-    return read_foreign(Path(given), dict[str, dict[str, float]], LATENCIES)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from noisescope import demo
-from noisescope.api.plan import budget_of, plan_precision, predict_precision
+from noisescope.api.plans import budget_of, plan_precision, predict_precision
 from noisescope.api.preparation import encode_data, prepare_run
 from noisescope.data.dataset import DataSet, built_in, read_data
 from noisescope.diagnosis.context import Settings

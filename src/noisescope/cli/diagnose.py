@@ -152,7 +152,7 @@ def print_check(report: api.reports.Report) -> None:
         say(f"  {where}: {suspect.fault_class}, confidence {suspect.confidence:.2f}")
 
 
-def _print_plan(plan: api.plan.PrecisionPlan) -> None:
+def _print_plan(plan: api.plans.PrecisionPlan) -> None:
     """The plan beside what else the same bits could buy."""
     assert plan.typical_kl is not None
     rivals = []

@@ -74,14 +74,14 @@ def plan_fault_tests(options: FaultTestOptions) -> None:
         command_builder.exit_by(verdict, options)
 
 
-def print_test(test: api.plan.FaultTest) -> None:
+def print_test(test: api.plans.FaultTest) -> None:
     say(f"{test.test_id}: {test.component} ({test.parameters.reason})")
     say(f"  {test.test_type}: {', '.join(test.parameters.faults)}")
     criteria = test.acceptance_criteria.columns()
     say("  accepted: " + ", ".join(f"{name} {limit}" for name, limit in criteria.items()))
 
 
-def print_test_result(result: api.plan.FaultTestResult) -> None:
+def print_test_result(result: api.plans.FaultTestResult) -> None:
     say(f"{result.verdict:<9}  {result.name}")
     if result.measured is not None:
         say(f"  {result.measured.hits}")
@@ -103,7 +103,7 @@ def plan_hardware_migration(options: MigrationOptions) -> None:
     output.emit(api.plan.migration(options.report, options=options), options, print_migration)
 
 
-def print_migration(plan: api.plan.MigrationSteps) -> None:
+def print_migration(plan: api.plans.MigrationSteps) -> None:
     for priority in plan.priorities:
         places = api.reports.counted(len(priority.evidence), "place")
         say(f"priority {priority.priority}: {places}. {priority.validation}")
@@ -145,7 +145,7 @@ def plan_precision(options: PrecisionOptions) -> None:
     output.print_each([*paths, *([] if options.output is None else [options.output])])
 
 
-def print_precision(plan: api.plan.PrecisionPlan) -> None:
+def print_precision(plan: api.plans.PrecisionPlan) -> None:
     """What each format got, what it costs, and what it was compared with."""
     sizes = f"{plan.effective_bits:.2f} with scales, {plan.megabytes:.1f} MB"
     say(f"{plan.method}: {plan.average_bits:.3f} bits per weight ({sizes})")
@@ -161,7 +161,7 @@ def print_precision(plan: api.plan.PrecisionPlan) -> None:
     output.print_each(plan.notes, "note: ")
 
 
-def print_measured(plan: api.plan.PrecisionPlan) -> None:
+def print_measured(plan: api.plans.PrecisionPlan) -> None:
     assert plan.data is not None
     counted, words = api.reports.counted, api.reports.cell_text
     tokens = counted(plan.data.scored_tokens, "token")
@@ -177,7 +177,7 @@ def print_measured(plan: api.plan.PrecisionPlan) -> None:
             bits = f"{row.name:<18}{row.average_bits:>7.3f}  {row.predicted_mean_kl:<17.3g}"
             kl = f"{average.text:<30}  {typical.text:<30}"
             say(f"{bits}  {kl}  {score.text:<24}  {over.text}".rstrip())
-    say(api.plan.OVER_PLAN)
+    say(api.plans.OVER_PLAN)
     if plan.random.n and plan.random.median_typical_kl:
         middle = f"median of their typical KL {plan.random.median_typical_kl:.4g}"
         say(f"{plan.random.n} random plans of the same bits: {middle}")
@@ -202,11 +202,11 @@ def plan_kv_cache(options: KvCacheOptions) -> None:
         return
     print_kv_cache(plan)
     if options.export == "vllm":
-        say(f"next: {api.plan.vllm_command(plan, options.model or report['run']['model']['source'])}")
+        say(f"next: {api.plans.vllm_command(plan, options.model or report['run']['model']['source'])}")
     output.print_each([*paths, *([] if options.output is None else [options.output])])
 
 
-def print_kv_cache(plan: api.plan.KvCachePlan) -> None:
+def print_kv_cache(plan: api.plans.KvCachePlan) -> None:
     """The layers that are kept and why, and what was measured."""
     words, named = api.reports.cell_text, f": {', '.join(map(str, plan.kept))}" if plan.kept else ""
     say(f"{plan.question.name}: {len(plan.kept)} of {len(plan.layers)} layers keep 16 bits{named}")
@@ -232,7 +232,7 @@ def print_kv_cache(plan: api.plan.KvCachePlan) -> None:
             for row in plan.rows
         ]
         say(output.aligned([head, *rows], "  "))
-        say(f"  {api.plan.OVER_PLAN}")
+        say(f"  {api.plans.OVER_PLAN}")
     output.print_each(plan.notes, "note: ")
 
 
