@@ -34,12 +34,12 @@ from noisescope.reports import experiment as experiment
 from noisescope.reports import junit
 from noisescope.reports import locate_report as locate_report
 from noisescope.reports import run_changes as run_changes
-from noisescope.reports.analysis_sections import digit_rows as digit_rows
-from noisescope.reports.analysis_sections import roundoff_lines as roundoff_lines
 from noisescope.reports.document import Document
 from noisescope.reports.experiment import PhasesReport
 from noisescope.reports.markdown import to_markdown
 from noisescope.reports.next_steps import next_steps as next_steps
+from noisescope.reports.roundoff_sections import digit_rows as digit_rows
+from noisescope.reports.roundoff_sections import roundoff_lines as roundoff_lines
 from noisescope.reports.run_changes import Comparison
 from noisescope.reports.saved_report import SUMMARY_FORMATS, SavedReport, drawn, read_report
 from noisescope.reports.saved_report import Report as Report

@@ -19,7 +19,7 @@ from noisescope.comparison.system_comparison import (
     SystemComparison,
     Verdict,
 )
-from noisescope.engines.logprobs import Gap, gap_of, removed
+from noisescope.engines.gaps import Gap, gap_of, removed
 from noisescope.engines.operator_replay import Role, coarser, explain, mended_logits, replay, roles, rounded_logits
 from noisescope.engines.protocol import Engine, Ids
 from noisescope.engines.semantics import find_semantics

@@ -14,16 +14,14 @@ import torch
 from torch import Tensor
 
 from noisescope.comparison.system_comparison import Cause, corresponding, input_difference
-from noisescope.engines.logprobs import (
+from noisescope.engines.gaps import Gap, gap_of, removed
+from noisescope.engines.logprob_processing import (
     CLOSE,
-    Gap,
     Processing,
     TokenValues,
     find_misplaced,
     find_processing,
-    gap_of,
     mend_tokens,
-    removed,
     reported_rows,
 )
 from noisescope.engines.protocol import Engine, Ids, Reported

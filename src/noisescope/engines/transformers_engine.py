@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from noisescope.data import tokens
 from noisescope.data.dataset import DataSet
-from noisescope.engines.logprobs import reported_rows
+from noisescope.engines.logprob_processing import reported_rows
 from noisescope.engines.protocol import EngineCall, EngineFacts, Ids, OnCall, Reported, Sampling, Setting
 from noisescope.errors import InvalidInput, unknown
 from noisescope.localization.config_state import plain_attributes

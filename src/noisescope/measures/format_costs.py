@@ -33,15 +33,6 @@ sum_t (sqrt(1 + a_t^2) - 1)  0.970     0.889        0.966
 
 A plain diagonal, sum_i g_i^2 d_i^2, would also lose how the channels of one token add up. a_t costs one product
 x (Wq - W)^T for each format, in a backward like the screen's.
-
-`FormatSlopes` asks the same at a plan's own operating point. With the plan carried out, D = KL(clean || plan) and its
-gradient G = dD/dW at a linear that has the weight Wq now,
-
-    D after changing Wq to Wf  =  D + <G, Wf - Wq> + second order.
-
-The first term is exact: it holds how the errors of this linear act together with those of all others, and needs no
-random draws. One product g^T x for each linear gives G for all formats. Scores of single linears have the second order,
-and lack the interactions. Fused experts are left out.
 """
 
 from __future__ import annotations
@@ -57,7 +48,6 @@ from torch import Tensor, nn
 
 from noisescope.errors import NothingInjected, unknown
 from noisescope.injection import Injection, Perturbation
-from noisescope.measures.divergence import kl_of_rows, row_blocks, widened
 from noisescope.measures.fisher import GradientScreen
 from noisescope.model.anatomy import EXPERTS, MODULE, Anatomy, Unit, linear_weight
 from noisescope.names_in_trial_ids import registered
@@ -239,58 +229,3 @@ class FormatScreen(SampleCosts):
         """Predicted KL of each sample and format [B, formats]; x [B, T, in] or [B * T, in], g likewise with out."""
         errors = (quantise(weight, fmt, weight=True).float() - weight.float() for fmt in self.formats.values())
         return torch.stack([self.costs((multiply(x.float(), error) * g.float()).sum(-1)) for error in errors], 1)
-
-
-class FormatSlopes(GradientScreen):
-    """Reads <G, Wf - Wq> for each linear and format, inside a scope that carries the plan out.
-
-    with inject(model, plan), FormatSlopes(model, formats, current) as slopes, torch.enable_grad():
-        kl = slopes.descend(model(tokens).logits.flatten(0, 1), clean_logits_of_scored_rows, scored, weights)
-    slopes.sums[site]      # [2, formats]: change of the sum over rows of weight x KL, from each half of the batches
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        formats: Mapping[str, Format],
-        current: Mapping[str, Format],
-        *,
-        anatomy: Anatomy | None = None,
-    ) -> None:
-        super().__init__(model, anatomy)
-        self.formats, self.current = dict(formats), dict(current)
-        self.sums: dict[Site, Tensor] = {}
-        self.half = 0  # which the next batch belongs to
-
-    def reads(self, unit: Unit, operator: str) -> bool:
-        return operator == "linear" and is_planned(unit) and unit.kind == MODULE  # experts get the rounded weight
-
-    def read_gradient(self, call: RecordedCall, y: Tensor) -> None:
-        site, now = call.site, self.current.get(call.site.module)
-
-        def add(gradient: Tensor, x: Tensor, weight: Tensor) -> None:
-            used = weight if now is None else quantise(weight, now, weight=True)
-            of_weight = gradient.flatten(0, -2).float().T @ x.flatten(0, -2).float()
-            rounded = (quantise(weight, fmt, weight=True).float() for fmt in self.formats.values())
-            found = torch.stack([((one - used.float()) * of_weight).sum() for one in rounded]).double()
-            known = self.sums.setdefault(site, found.new_zeros(2, len(self.formats)))
-            known[self.half] += found
-
-        self.on_gradient(call, y, (call.tensors[0], linear_weight(call.callee)), add)
-
-    def descend(self, logits: Tensor, clean: Tensor, scored: Tensor, weights: Tensor) -> Tensor:
-        """Send the gradient of sum_r weights_r KL_r back from the scored rows of logits [R, V]; the KL [N] of each.
-
-        clean [N, V] has the scored rows alone; weights [N].
-        """
-        gradient = torch.zeros_like(logits)
-        divergence = torch.empty(len(scored), device=logits.device)
-        for rows in row_blocks(clean):
-            before, after = widened(clean[rows], logits.detach().index_select(0, scored[rows]))
-            p, q = before.softmax(-1), after.softmax(-1)
-            change = (q - p) * weights[rows, None]
-            divergence[rows] = kl_of_rows(before, after, p, q)
-            gradient.index_copy_(0, scored[rows], change.to(gradient.dtype))
-        torch.autograd.grad(logits, self.starts, gradient)
-        self.starts = []
-        return divergence

@@ -1,7 +1,7 @@
 """A precision plan improved at its own operating point: screened, changed, measured, kept where its KL is lower.
 
 Scores of single linears leave out how their errors act together. So the plan is carried out, and one backward gives how
-its KL changes with the format of each linear (measures/format_costs.py). With s the slope of a change from format a to
+its KL changes with the format of each linear (measures/format_slopes.py). With s the slope of a change from format a to
 b, and c the scores of these formats, whose errors are taken as independent of each other,
 
     predicted change of KL = s + k (c_a + c_b),     k = KL measured / KL predicted, of the first plan.

@@ -13,7 +13,7 @@ from noisescope.findings import Risk
 from noisescope.findings.finding import counted
 from noisescope.reports import analysis_sections as analysis
 from noisescope.reports import plan_sections as plans
-from noisescope.reports.analysis_sections import folded, roundoff_sections
+from noisescope.reports.analysis_sections import folded
 from noisescope.reports.cell_text import (
     SHARES,
     band,
@@ -29,6 +29,7 @@ from noisescope.reports.cell_text import (
 from noisescope.reports.document import Bar, Block, Bullets, Cell, Curve, Details, Document, Paragraph, Section
 from noisescope.reports.first_screen import facts, in_pictures, run_facts, summary
 from noisescope.reports.next_steps import run_command
+from noisescope.reports.roundoff_sections import roundoff_sections
 from noisescope.reports.saved_report import TITLE, DiagnosisReport
 
 FIRST = 5  # recommendations that are not folded

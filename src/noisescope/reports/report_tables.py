@@ -10,8 +10,8 @@ from noisescope.diagnosis.rows import Effect, LevelEffect
 from noisescope.diagnosis.section_types import ChannelRow, CostlyChannel, ModuleScores
 from noisescope.estimate import Estimate
 from noisescope.findings import NOT_MEASURABLE, Finding, Recommendation
-from noisescope.reports.analysis_sections import roundoff_lines
 from noisescope.reports.cell_text import capitalised
+from noisescope.reports.roundoff_sections import roundoff_lines
 from noisescope.reports.saved_report import DiagnosisReport
 from noisescope.tables import Sheet, Table
 

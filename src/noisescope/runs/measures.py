@@ -17,7 +17,6 @@ from noisescope.errors import InvalidInput
 from noisescope.measures.fisher import GradientScreen, Screen
 from noisescope.measures.format_costs import (
     FormatScreen,
-    FormatSlopes,
     PerModule,
     count_block_parameters,
     effective_bits,
@@ -25,6 +24,7 @@ from noisescope.measures.format_costs import (
     weight_format,
 )
 from noisescope.measures.format_screen import QuestionScreen
+from noisescope.measures.format_slopes import FormatSlopes
 from noisescope.probe.capture import Capture
 from noisescope.probe.formats import Format
 from noisescope.probe.inject import Probe, inject
@@ -196,7 +196,7 @@ def _sums_table(rows: Sequence[Mapping[int, float]], samples: Sequence[int], dra
 
 
 def format_slopes(runner: TrialRunner, trial: Trial) -> Result:
-    """KL of a plan, and how it changes with the format of each linear: see measures/format_costs.py.
+    """KL of a plan, and how it changes with the format of each linear: see measures/format_slopes.py.
 
     `injection` is the plan, None where all keep 16 bits. Slopes are of the mean over samples of the KL per token.
     """

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import noisescope as ns
-from noisescope.measures.format_costs import FormatSlopes, plan_injection, weight_format
+from noisescope.measures.format_costs import plan_injection, weight_format
+from noisescope.measures.format_slopes import FormatSlopes
 from noisescope.model.anatomy import linear_weight
 from noisescope.probe.formats import quantise
 from noisescope.testing import tiny_model

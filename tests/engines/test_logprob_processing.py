@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from noisescope.engines.logprobs import CLOSE, find_processing, reported_rows
+from noisescope.engines.logprob_processing import CLOSE, find_processing, reported_rows
 from noisescope.engines.protocol import Sampling
 
 LOGITS = 3 * torch.randn(40, 50, generator=torch.Generator().manual_seed(0))
