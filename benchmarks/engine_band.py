@@ -27,7 +27,7 @@ from noisescope.api.systems import roundoff_band
 from noisescope.comparison.roundoff import Array, RoundoffBand, gap_between
 from noisescope.data.dataset import read_data
 from noisescope.data.tokens import encode
-from noisescope.engines.opening import open_engine
+from noisescope.engines.protocol import open_engine
 
 Ids = tuple[int, ...]
 ANSWER = 24  # sampled tokens per prompt

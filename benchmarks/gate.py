@@ -18,7 +18,7 @@ set serves two comparisons. Another template gives other tokens, so on the same 
 counted as refused. False alarms: the undamaged model on the same problems under another noise seed, and on the next
 run's problems.
 
-A set has what `noisescope gate --effort screen` measures (`api.guarding.measure_baseline`), and the verdict is
+A set has what `noisescope gate --effort screen` measures (`api.gates.measure_baseline`), and the verdict is
 `plans.gate.decide`'s. What a damage does to the score and to the divergence is measured on problems of their own. The
 absolute limit is 0.5: the undamaged model rightly loses more than 0.15 under this noise. Measured sets are kept in
 --work, so the same command continues after --seconds. With 32 problems per set the whole takes about 25 minutes on one

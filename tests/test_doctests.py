@@ -29,7 +29,7 @@ def public_functions() -> dict[str, Callable[..., Any]]:
     found = {name: getattr(ns, name) for name in ns.__all__}
     for group in GROUPS:
         module = found.pop(group)
-        own = {name: one for name, one in vars(module).items() if hasattr(one, "__wrapped__")}
+        own = {name: one for name, one in vars(module).items() if name[0] != "_" and hasattr(one, "__wrapped__")}
         found |= {f"{group}.{name}": one for name, one in own.items()}
     return {name: one for name, one in found.items() if inspect.isfunction(one) and name not in LONG}
 

@@ -13,8 +13,8 @@ from torch import nn
 
 import noisescope as ns
 from noisescope import api
-from noisescope.api.format_settings import tied_modules
 from noisescope.api.gates import gate
+from noisescope.api.run_question import tied_modules
 from noisescope.diagnosis import layers, predicted_kl
 from noisescope.errors import InvalidInput, UnsupportedModel
 from noisescope.options.sensitivity import DiagnoseOptions

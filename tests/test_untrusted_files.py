@@ -287,7 +287,7 @@ def test_a_hostile_tokenizer_config_is_one_line(text: str, words: str, tmp_path:
 
 def test_a_stored_result_of_another_shape_is_refused(tmp_path: Path) -> None:
     """With the right checksum: a run folder may come from elsewhere."""
-    from noisescope.runs.store_rows import decode
+    from noisescope.runs.store_file import decode
 
     parts = (
         "3, 'values': {}",

@@ -12,8 +12,8 @@ import torch
 
 from noisescope import demo
 from noisescope.api import defaults
+from noisescope.api.defaults import slowdown, stored_dtype
 from noisescope.api.reports import stored_command
-from noisescope.model import cpu_slowdown
 from noisescope.model.loading import load, wrap
 from noisescope.options.device_commands import LocateOptions
 from noisescope.options.sensitivity import DiagnoseOptions, RobustnessOptions
@@ -77,10 +77,10 @@ def test_python_callers_choose_for_themselves() -> None:
 
 def test_stored_dtypes(half: str, tmp_path: Path) -> None:
     """By the config, else by the first tensor; the speed is measured here and now."""
-    assert cpu_slowdown.stored_dtype(half) == "bfloat16" and cpu_slowdown.stored_dtype("tiny:llama") is None
+    assert stored_dtype(half) == "bfloat16" and stored_dtype("tiny:llama") is None
     tiny_model("llama").save_pretrained(tmp_path)
-    assert cpu_slowdown.stored_dtype(str(tmp_path)) is None
-    assert 0.01 < cpu_slowdown.slowdown("bfloat16") < 1000
+    assert stored_dtype(str(tmp_path)) is None
+    assert 0.01 < slowdown("bfloat16") < 1000
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from noisescope.cli import app
 from noisescope.cli.command_builder import COMMANDS, resumable_options
 from noisescope.options.sensitivity import DiagnoseOptions, GateOptions
 from noisescope.runs.store import Store
-from noisescope.runs.store_rows import checksum
+from noisescope.runs.store_file import checksum
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ from noisescope.plans.gate_rows import GateResult
 from noisescope.probe.noise import Gaussian
 from noisescope.reports.run_changes import trend
 from noisescope.runs.store import FILE, Store
-from noisescope.runs.store_rows import checksum
+from noisescope.runs.store_file import checksum
 from noisescope.training.launch import confirm
 from noisescope.trials import Conditions, Result, Slice, Trial
 

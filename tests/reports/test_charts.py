@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from noisescope.reports import axes, charts, palette
-from noisescope.reports.charts import Drawable, draw, drawable, spoken
+from noisescope.reports import charts, palette
+from noisescope.reports.axes import NARROW, TURN, WIDTH, linear_axis, round_steps
+from noisescope.reports.charts import Drawable, draw, drawable, scale_of, spoken
 from noisescope.reports.document import Bar, Cell, Chart, Curve, HeatMap
 from noisescope.reports.drawing import Dot, Drawing, Line, Rect, Shape, Text, text_width
-from noisescope.reports.heat_chart import scale_of
 
 OPERATORS = ("linear", "matmul", "bmm", "softmax", "silu", "gelu", "norm", "embedding", "residual")
 BARS = (
@@ -101,7 +101,7 @@ def test_intervals_reach_exactly_to_their_ends() -> None:
 def test_values_are_to_scale_and_inside(rows: list[tuple[float, float, float]]) -> None:
     """Pixels are a straight line of values between the ends of the axis, which holds zero."""
     bars = [Bar(f"b{i}", Cell("", v), v - down, v + up) for i, (v, down, up) in enumerate(rows)]
-    axis = axes.linear_axis([0.0, *(n for bar in bars for n in (bar.low or 0.0, bar.high or 0.0))], 200.0, 10.0)
+    axis = linear_axis([0.0, *(n for bar in bars for n in (bar.low or 0.0, bar.high or 0.0))], 200.0, 10.0)
     for bar in bars:
         for value in (bar.cell.value, bar.low, bar.high):
             assert value is not None and 10.0 - 1e-6 <= axis.place(value) <= 200.0 + 1e-6
@@ -112,7 +112,7 @@ def test_values_are_to_scale_and_inside(rows: list[tuple[float, float, float]]) 
 @given(st.lists(st.floats(allow_nan=False, allow_infinity=False, min_value=-1e280, max_value=1e280), min_size=1))
 def test_ticks_hold_all_values(values: list[float]) -> None:
     """Rising round numbers, few of them, from below the least value to above the largest."""
-    steps = axes.round_steps(values)
+    steps = round_steps(values)
     assert 2 <= len(steps) <= 8 and all(a < b for a, b in itertools.pairwise(steps))
     slack = 1e-9 * max(map(abs, [*values, 1e-280]))
     assert steps[0] <= min(values) + slack and steps[-1] >= max(values) - slack
@@ -264,7 +264,7 @@ def crowded(layers: int) -> tuple[Drawable, ...]:
 def test_labels_neither_overlap_nor_leave_the_drawing(layers: int, kind: int) -> None:
     """Readable with few layers and with many; where there are too many, some labels are left out."""
     drawing = draw(crowded(layers)[kind])
-    assert drawing.width <= axes.WIDTH + 90
+    assert drawing.width <= WIDTH + 90
     flat = [mark for mark in drawing.marks() if isinstance(mark, Text) and not mark.turn]
     for mark in flat:
         width = text_width(mark.text, mark.size)
@@ -274,8 +274,8 @@ def test_labels_neither_overlap_nor_leave_the_drawing(layers: int, kind: int) ->
         row = [mark for mark in line if mark.anchor == "middle"]
         for one, two in pairwise(row):
             assert one.x + text_width(one.text, one.size) / 2 <= two.x - text_width(two.text, two.size) / 2 + 0.5
-    turned = sorted(mark.x for mark in drawing.marks() if isinstance(mark, Text) and mark.turn == axes.TURN)
-    assert all(b - a >= axes.NARROW - 0.01 for a, b in pairwise(turned))
+    turned = sorted(mark.x for mark in drawing.marks() if isinstance(mark, Text) and mark.turn == TURN)
+    assert all(b - a >= NARROW - 0.01 for a, b in pairwise(turned))
 
 
 @pytest.mark.parametrize(

@@ -186,7 +186,7 @@ def change(file: Path, statement: str, *values: Any) -> None:
 
 def test_an_id_that_is_not_the_hash_of_its_content_is_refused(tmp_path: Path) -> None:
     """Also where the checksum was made to match: an answer stands under the question it belongs to."""
-    from noisescope.runs.store_rows import checksum
+    from noisescope.runs.store_file import checksum
 
     file = filled(tmp_path)
     with sqlite3.connect(file) as db:

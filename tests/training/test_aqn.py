@@ -395,11 +395,11 @@ def test_entering_that_fails_leaves_no_noise_behind(llama: Any, monkeypatch: pyt
     """The probe is open when the first step's noise is set up: where that fails, the model is shut again."""
     scope = noise(llama, AQN(OperatorNoise(), Constant(0.05)))
 
-    def fail(number: int) -> None:
-        raise ValueError(f"no forward {number}")
+    def fail(seed: int) -> None:
+        raise ValueError(f"no seed {seed}")
 
-    monkeypatch.setattr(scope._probe, "number_from", fail)
-    with pytest.raises(ValueError, match="no forward"), scope:
+    monkeypatch.setattr(scope._probe, "reseed", fail)
+    with pytest.raises(ValueError, match="no seed"), scope:
         raise AssertionError("never reached")
     assert not [m for m in llama.modules() if "forward" in m.__dict__]
     with pytest.raises(InvalidInput, match=r"at\(\) needs an open scope"):

@@ -14,7 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 from noisescope import api
-from noisescope.api.experiments import outcome
+from noisescope.api.experiment import outcome
 from noisescope.atomic_write import read_sealed, write_sealed
 from noisescope.cli import app
 from noisescope.demo import experiment_tasks as demo_task

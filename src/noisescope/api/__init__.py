@@ -11,11 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from noisescope.api import comparison as comparison
-    from noisescope.api import data_files as data_files
     from noisescope.api import defaults as defaults
     from noisescope.api import diagnosis as diagnosis
     from noisescope.api import experiment as experiment
-    from noisescope.api import experiments as experiments
     from noisescope.api import fault_tests as fault_tests
     from noisescope.api import gates as gates
     from noisescope.api import inspection as inspection
@@ -32,7 +30,7 @@ if TYPE_CHECKING:
     from noisescope.api.comparison import passport as passport
     from noisescope.api.diagnosis import diagnose as diagnose
     from noisescope.api.diagnosis import robustness as robustness
-    from noisescope.api.experiments import phases as phases
+    from noisescope.api.experiment import phases as phases
     from noisescope.api.gates import gate as gate
     from noisescope.api.inspection import inspect as inspect
     from noisescope.api.plan_trials import plan_smoothquant as plan_smoothquant
@@ -50,11 +48,9 @@ if TYPE_CHECKING:
 
 _LAZY = {
     "api.comparison": ("compare", "passport"),
-    "api.data_files": (),
     "api.defaults": (),
     "api.diagnosis": ("diagnose", "robustness"),
-    "api.experiment": (),
-    "api.experiments": ("phases",),
+    "api.experiment": ("phases",),
     "api.fault_tests": (),
     "api.gates": ("gate",),
     "api.inspection": ("inspect",),

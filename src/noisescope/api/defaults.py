@@ -1,18 +1,21 @@
 """What a command line leaves open, chosen: device, dtype, effort and number of samples. Each choice has its reason.
 
 Python callers say what they want; nothing is chosen for them. What was chosen is stored with the run, so that the same
-command into the same folder, and `runs resume`, go on with it.
+command into the same folder, and `runs resume`, go on with it. A CPU without 16-bit instructions is many times slower
+in a 16-bit format, so that is measured.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch.nn import functional
 
 from noisescope.api import preparation
 from noisescope.api.diagnosis import prepare_question
@@ -21,14 +24,69 @@ from noisescope.api.reports import FILE, stored_command
 from noisescope.api.run_cost import Cost, cost_of, duration, plan_trials
 from noisescope.diagnosis.context import StudyContext
 from noisescope.errors import NoisescopeError
-from noisescope.model.cpu_slowdown import SLOW, slowdown, stored_dtype
+from noisescope.model.checkpoint_folder_check import CONFIG, WHOLE, shards_of
 from noisescope.model.forwards import input_device
-from noisescope.model.loading import Subject
+from noisescope.model.loading import Subject, checkpoint_folder
 from noisescope.options.device_commands import LocateOptions, RecordOptions
 from noisescope.options.sensitivity import DiagnoseOptions, RobustnessOptions
 from noisescope.options.shared import DeviceOptions, LoadingOptions, ReportModelOptions
 from noisescope.progress import begin
 from noisescope.trials import slices
+from noisescope.untrusted_files import parse_json, read_text
+
+SHORT = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+SLOW = 1.5  # times float32: less than that may be chance
+_ROWS, _SIZE, _REPEATS = 128, 1024, 3
+
+
+def stored_dtype(source: str, revision: str | None = None) -> str | None:
+    """The 16-bit format that a Hugging Face folder is stored in, "bfloat16" or "float16"; None for all else.
+
+    A quantised checkpoint has its own arithmetic, and GGUF files are dequantised to float32.
+    """
+    if source.startswith("tiny:"):
+        return None
+    folder, file = checkpoint_folder(source, revision)
+    if file is not None:
+        return None
+    path = folder / "config.json"
+    config = parse_json(read_text(path, CONFIG), path, CONFIG)
+    if not isinstance(config, dict) or config.get("quantization_config") is not None:
+        return None
+    named = config.get("dtype") or config.get("torch_dtype")
+    found = named if isinstance(named, str) else _first_tensor(folder)
+    return found if found in SHORT else None
+
+
+def _first_tensor(folder: Path) -> str:
+    """The format of a checkpoint's first tensor, as torch names it."""
+    from safetensors import safe_open
+
+    path = (shards_of(folder) or [folder / WHOLE])[0]
+    try:
+        with safe_open(path, framework="pt") as file:
+            name = next(iter(file.keys()))
+            return str(file.get_tensor(name).dtype).removeprefix("torch.")
+    except Exception:  # the loader says what is wrong with the file
+        return ""
+
+
+def slowdown(dtype: str) -> float:
+    """How many times as long as in float32 this CPU takes for a product in a 16-bit format, measured."""
+    return _seconds(SHORT[dtype]) / _seconds(torch.float32)
+
+
+def _seconds(dtype: torch.dtype) -> float:
+    """Processor time of a product, the best of three: other programs on the machine don't count."""
+    inputs, weight = torch.ones(_ROWS, _SIZE, dtype=dtype), torch.ones(_SIZE, _SIZE, dtype=dtype)
+    functional.linear(inputs, weight)
+    spent = []
+    for _ in range(_REPEATS):
+        started = time.process_time()
+        functional.linear(inputs, weight)
+        spent.append(time.process_time() - started)
+    return max(min(spent), 1e-6)
+
 
 L = TypeVar("L", bound=LoadingOptions)
 R = TypeVar("R", bound=ReportModelOptions)

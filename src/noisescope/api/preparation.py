@@ -10,11 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from noisescope.api.format_settings import format_settings, tied_modules
-from noisescope.api.given_command import given_command
 from noisescope.api.reports import end_facts
-from noisescope.api.run_cost import Cost, SampleCost, estimate, plan_trials, time_sample
-from noisescope.api.trial_progress import TrialProgress
+from noisescope.api.run_cost import Cost, SampleCost, TrialProgress, estimate, plan_trials, time_sample
+from noisescope.api.run_question import format_settings, given_command, tied_modules
 from noisescope.data import tokens
 from noisescope.data.dataset import DataSet, built_in, read_data
 from noisescope.diagnosis.context import Settings, StudyContext

@@ -1,4 +1,4 @@
-"""Stored runs and reports, and the words to print them with. Needs neither the model nor torch."""
+"""Stored runs and reports, the words to print them with, and early checks of files. Needs neither model nor torch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from noisescope import __version__
-from noisescope.api.data_files import unfinished
 from noisescope.atomic_write import folder_inside, write_file
+from noisescope.data.dataset import read_data
 from noisescope.diagnosis import changes
 from noisescope.diagnosis.report import Diagnosis
 from noisescope.diagnosis.stored_trials import StoredRun, stored_run
@@ -24,6 +24,7 @@ from noisescope.findings import percent as percent
 from noisescope.findings.finding import counted as counted
 from noisescope.findings.finding import times_better as times_better
 from noisescope.jsonform import Json, from_json, to_json
+from noisescope.options.shared import DataFile, MeasuringOptions, SamplingOptions
 from noisescope.plans.fault_tests import FaultTestResult
 from noisescope.plans.gate_rows import GateRow
 from noisescope.plans.precision_results import prediction_sentence as prediction_sentence
@@ -45,10 +46,34 @@ from noisescope.reports.saved_report import Report as Report
 from noisescope.reports.saved_report import schema as schema
 from noisescope.runs.store import FILE as FILE
 from noisescope.runs.store import Store, StoreCheck
-from noisescope.runs.store_rows import RESULTS, STORED
+from noisescope.runs.store_file import RESULTS, STORED
 from noisescope.sites import OPERATORS as OPERATORS
 from noisescope.text_escaping import last_part
 from noisescope.untrusted_files import parse_json
+
+
+def check_data(options: SamplingOptions) -> None:
+    """Read the first item of every data file that is given: wrong columns are refused at once."""
+    given = [options.source()] if options.data is not None else []
+    if isinstance(options, MeasuringOptions):
+        given.append(options.calibration)
+    for data in given:
+        if isinstance(data, (str, Path, DataFile)):
+            read_data(data, limit=1)
+
+
+def check_finished(run: Path) -> None:
+    """Refuse the folder of a run that has no report yet."""
+    if not (run / FILE).exists() or (run / "report.json").exists():
+        return
+    with Store(run, create=False) as store:
+        if store.fact("report") is None:
+            raise InvalidInput(unfinished(run))
+
+
+def unfinished(run: Path) -> str:
+    """What to do about a run that was interrupted."""
+    return f"the run in {run} is not finished, so there is no report yet: noisescope runs resume {run}"
 
 
 def write_text(path: Path, text: str) -> Path:

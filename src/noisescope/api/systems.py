@@ -14,8 +14,7 @@ from noisescope.comparison.roundoff import RoundoffBand
 from noisescope.comparison.system_comparison import SystemComparison
 from noisescope.data.dataset import DataSet, built_in, read_data
 from noisescope.engines.compare import compare_systems
-from noisescope.engines.opening import open_engine, read_arguments
-from noisescope.engines.protocol import Engine, EngineCall, Ids
+from noisescope.engines.protocol import Engine, EngineCall, Ids, open_engine, read_arguments
 from noisescope.engines.transformers_engine import TransformersEngine
 from noisescope.errors import InvalidInput
 from noisescope.model.loading import Subject

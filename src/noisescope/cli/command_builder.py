@@ -220,9 +220,9 @@ def refuse_early(options: CommandOptions) -> None:
     for name in ("run", "report"):
         folder = getattr(options, name, None)
         if isinstance(folder, Path) and folder.is_dir():
-            api.data_files.check_finished(folder)
+            api.reports.check_finished(folder)
     if isinstance(options, SamplingOptions):
-        api.data_files.check_data(options)
+        api.reports.check_data(options)
 
 
 def _lacks_cuda() -> bool:

@@ -44,7 +44,7 @@ def experiment_phases(options: PhasesOptions) -> None:
         raise typer.Exit(1)
 
 
-def print_verdicts(report: api.experiments.PhasesReport) -> None:
+def print_verdicts(report: api.experiment.PhasesReport) -> None:
     found = report.value
     say(f"{found.trained.done} of {found.trained.of} models trained, n = {found.n}\n")
     levels = [f"{level:g}" for level in found.levels]

@@ -13,10 +13,9 @@ import numpy as np
 
 from noisescope.atomic_write import write_file
 from noisescope.comparison.measures import Array, ErrorSums
-from noisescope.comparison.priorities import DifferenceCosts, difference_costs
+from noisescope.comparison.priorities import DifferenceCosts, comparison_sheet, difference_costs
 from noisescope.comparison.records import Record, check_comparable, unlike
 from noisescope.comparison.rows import BlockError, Logits, Side, Sides, SiteRow, TokenRow
-from noisescope.comparison.sheets import comparison_sheet
 from noisescope.comparison.site_divergence import block_errors, coarser_dtype, judge_sites, measure_sites, round_off
 from noisescope.diagnosis.report import Diagnosis
 from noisescope.errors import InvalidInput

@@ -1,7 +1,8 @@
-"""Aligned log-probabilities of two files, as arrays in which causes are found and corrected, and what a cause is."""
+"""Matches the sequences of two files, and aligns their tokens: arrays in which causes are found and corrected."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -10,8 +11,9 @@ from numpy.typing import NDArray
 from scipy import special
 
 from noisescope import stats
-from noisescope.comparison.logprob_files import Array, LogprobRow
+from noisescope.comparison.logprob_files import Array, LogprobFile, LogprobRow
 from noisescope.comparison.roundoff import gap_between
+from noisescope.errors import InvalidInput
 from noisescope.estimate import Estimate
 
 Flags = NDArray[np.bool_]
@@ -140,3 +142,123 @@ Cause = Callable[[Pairs], Found | None]
 def significant(t: float, sequences: int) -> bool:
     """Whether Student's t over that many sequences is significant at the level of one test."""
     return bool(2 * special.stdtr(max(sequences - 1, 1), -abs(t)) < ONE_TEST)
+
+
+_MOST_ROWS = 2000  # rows that are compared each with each
+_HEAD = 24  # tokens by which rows are recognised
+_SHIFTS = (0, 1, -1, 2, -2, 3, -3)
+_CLIPPED = 5.0  # nats: a value that stands for none must not decide how rows line up
+_SAME = 8  # values that must be equal for two rows to be copies
+
+
+@dataclass(frozen=True)
+class Matched:
+    """Pairs of rows by their numbers in A and B; `how` says by what."""
+
+    pairs: tuple[tuple[int, int], ...]
+    how: str
+
+
+def match_rows(a: LogprobFile, b: LogprobFile) -> Matched:
+    """By name if names are unique, else by tokens, else in order."""
+    for how, names in (("name", _keys), ("tokens", _token_names)):
+        left, right = names(a.rows), names(b.rows)
+        if left is None or right is None:
+            continue
+        found = [(left[name], right[name]) for name in left if name in right]
+        if len(found) >= max(1, min(len(left), len(right)) // 2):
+            return Matched(tuple(found), how)
+    count = min(len(a.rows), len(b.rows))
+    if not count:
+        raise InvalidInput(f"{a.path} and {b.path} have no sequence in common: one of them is empty")
+    return Matched(tuple((n, n) for n in range(count)), "order")
+
+
+def _keys(rows: Sequence[LogprobRow]) -> dict[object, int] | None:
+    found: dict[object, int] = {row.key: row.number for row in rows if row.key is not None}
+    return found if len(found) == len(rows) else None
+
+
+def _token_names(rows: Sequence[LogprobRow]) -> dict[object, int] | None:
+    found: dict[object, int] = {row.tokens: row.number for row in rows if row.tokens}
+    return found if len(found) == len(rows) else None
+
+
+def reorder(a: Sequence[LogprobRow], b: Sequence[LogprobRow]) -> list[tuple[int, int]] | None:
+    """Other pairs of rows that are matched one by one, where many of B belong to others of A; None where they don't.
+
+    By tokens where both have them, else by their first values: a sequence's log-probabilities are its fingerprint.
+    """
+    tokens = {row.tokens: row.number for row in a if row.tokens}
+    if len(tokens) == len(a) and all(row.tokens for row in b):
+        found = [(tokens[row.tokens], row.number) for row in b if row.tokens in tokens]
+    else:
+        found = _by_values(a, b)
+    before = {(left.number, right.number) for left, right in zip(a, b, strict=True)}
+    moved = [pair for pair in found if pair not in before]
+    distinct = len({left for left, _ in found})
+    if len(moved) < max(2, len(before) // 10) or distinct < len(found) or len(found) < 0.5 * len(b):
+        return None
+    return sorted(found)
+
+
+def _by_values(a: Sequence[LogprobRow], b: Sequence[LogprobRow]) -> list[tuple[int, int]]:
+    """Rows of B with the row of A they are clearly nearest to."""
+    left = [row for row in a if len(row.values) >= _HEAD][:_MOST_ROWS]
+    right = [row for row in b if len(row.values) >= _HEAD][:_MOST_ROWS]
+    if len(left) < 3 or len(right) < 3:
+        return []
+    x, y = (np.nan_to_num(np.stack([row.values[:_HEAD] for row in side]), nan=0.0) for side in (left, right))
+    found = []
+    for number, row in enumerate(y):
+        gaps = np.median(np.abs(x - row), axis=1)
+        nearest, second = np.argsort(gaps)[:2]
+        if gaps[nearest] < 0.2 * gaps[second]:
+            found.append((left[nearest].number, right[number].number))
+    return found
+
+
+def copies(rows: Sequence[LogprobRow]) -> set[int]:
+    """Indices of rows whose values all occur in another row too."""
+    names = [row.values.tobytes() if len(row.values) >= _SAME else b"" for row in rows]
+    counts = Counter(names)
+    return {row.number for row, name in zip(rows, names, strict=True) if name and counts[name] > 1}
+
+
+def best_shift(pairs: Sequence[tuple[Array, Array]]) -> int:
+    """The shift s for which b[t + s] is a[t], by most sequences; 0 unless another is clearly better.
+
+    Besides small shifts the difference of lengths is tried: one side may hold the prompt's tokens, too.
+    """
+    votes: Counter[int] = Counter()
+    usable = 0
+    for a, b in pairs:
+        if min(len(a), len(b)) < _SAME:
+            continue
+        usable += 1
+        extra = {len(b) - len(a)} if 0 < abs(len(b) - len(a)) <= len(a) + len(b) else set()
+        gaps = {shift: _gap(a, b, shift) for shift in {*_SHIFTS, *extra}}
+        nearest = min(gaps, key=lambda shift: (gaps[shift], abs(shift)))
+        if nearest and gaps[nearest] < 0.4 * gaps[0]:
+            votes[nearest] += 1
+    if not votes:
+        return 0
+    shift, count = votes.most_common(1)[0]
+    return shift if count >= max(2, 0.5 * usable) or (usable == 1 and count == 1) else 0
+
+
+def _gap(a: Array, b: Array, shift: int) -> float:
+    left, right = overlapping(a, b, shift)
+    size = np.minimum(np.abs(left - right), _CLIPPED)
+    size = size[np.isfinite(size)]
+    return float(size.mean()) if len(size) >= _SAME // 2 else float("inf")
+
+
+def overlapping(a: Array, b: Array, shift: int) -> tuple[Array, Array]:
+    """The values that coincide when b[t + shift] is a[t]."""
+    if shift < 0:
+        a = a[-shift:]
+    else:
+        b = b[shift:]
+    length = min(len(a), len(b))
+    return a[:length], b[:length]

@@ -19,8 +19,20 @@ import numpy as np
 from noisescope import stats
 from noisescope.comparison import logprob_causes as causes
 from noisescope.comparison.logprob_files import Array, LogprobFile, LogprobRow
-from noisescope.comparison.logprob_matching import Matched, best_shift, copies, match_rows, overlapping, reorder
-from noisescope.comparison.logprob_pairs import SENTINEL, Found, Pair, Pairs, gap, removed
+from noisescope.comparison.logprob_pairs import (
+    SENTINEL,
+    Found,
+    Matched,
+    Pair,
+    Pairs,
+    best_shift,
+    copies,
+    gap,
+    match_rows,
+    overlapping,
+    removed,
+    reorder,
+)
 from noisescope.comparison.roundoff import RoundoffBand, RoundoffVerdict
 from noisescope.errors import InvalidInput
 from noisescope.estimate import Estimate

@@ -6,7 +6,7 @@ injected noise does not cost what was predicted (nonlinear), k comes from the in
 
 Errors of earlier layers are counted where they are seen, so costs of different layers must not be added
 up; `logits` in the comparison has the sum as it is. Where one side alone has NaN or infinite numbers the difference is
-infinite: no cost, first to fix, whatever the sensitivity.
+infinite: no cost, first to fix, whatever the sensitivity. `sheets` are the tables of a comparison.
 """
 
 from __future__ import annotations
@@ -16,13 +16,17 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median_high
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from noisescope.comparison.rows import SiteRow
+from noisescope.comparison.rows import BlockError, SiteRow, TokenRow
 from noisescope.diagnosis.report import Diagnosis
 from noisescope.diagnosis.rows import CellEffect
 from noisescope.errors import InvalidInput
 from noisescope.sites import Place
+from noisescope.tables import Sheet, Table
+
+if TYPE_CHECKING:
+    from noisescope.comparison.compare import Comparison
 
 Key = tuple[Place, str]
 PricedBy = Literal["injected", "predicted"]
@@ -187,3 +191,29 @@ def _tolerances(cells: list[CostCell], unmeasurable: Mapping[Place, int], afford
             within = None if largest is None or broken else True
         rows.append(Tolerance(layer, allowed, largest, broken, within, any(cell.nonlinear for cell in here)))
     return rows
+
+
+_TONES = {"identical": "low", "round-off": "low", "diverged": "critical", "compared": "", "undecided": "moderate"}
+
+
+def comparison_sheet(found: Comparison) -> Sheet:
+    """The sites in the order they run; a notebook shows the first that diverges, then the largest differences."""
+    tables = {
+        "sites": Table.of(SiteRow, found.sites),
+        "blocks": Table.of(BlockError, found.blocks),
+        "tokens": Table.of(TokenRow, found.tokens),
+    }
+    if found.sensitivity is not None:
+        tables["costs"] = Table.of(CostCell, found.sensitivity.cells)
+    rows = sorted(found.sites, key=lambda row: (row is not found.first, -(row.size or 0.0)))
+    heads = {"place": "place", "operator": "operator", "module": "module", "relative_l2": "relative L2"}
+    if any(row.mape is not None for row in rows):
+        heads |= {"mape": "MAPE", "max_ulp": "largest error, ulp"}
+    heads["diverges"] = "diverges"
+    sides = (
+        f"{name}: {side.path}, {side.dtype}, {side.device}"
+        for name, side in (("a", found.sides.a), ("b", found.sides.b))
+    )
+    lines = (found.words, *sides, *found.notes)
+    shown = None if found.verdict == "identical" else Table.of(SiteRow, rows)
+    return Sheet(found.verdict, tables, heads if shown else {}, lines, shown, _TONES[found.verdict])

@@ -13,11 +13,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from noisescope.comparison.system_comparison import Cause
-from noisescope.comparison.token_inputs import corresponding, input_difference
+from noisescope.comparison.system_comparison import Cause, corresponding, input_difference
 from noisescope.engines.gaps import Gap, gap_of, removed
-from noisescope.engines.logprob_processing import CLOSE, Processing, find_processing, reported_rows
-from noisescope.engines.misplaced_tokens import TokenValues, find_misplaced, mend_tokens
+from noisescope.engines.logprob_processing import (
+    CLOSE,
+    Processing,
+    TokenValues,
+    find_misplaced,
+    find_processing,
+    mend_tokens,
+    reported_rows,
+)
 from noisescope.engines.protocol import Engine, Ids, Reported
 
 _LOOKED_AT = 4  # prompts from which an engine's processing is read

@@ -25,7 +25,7 @@ from noisescope.injection import Injection
 from noisescope.probe.inject import Probe
 from noisescope.probe.noise import Gaussian
 from noisescope.training import schedules
-from noisescope.training.worker_environment import STEP_FILE, flag, keep_tally, read
+from noisescope.training.launch import STEP_FILE, flag, keep_tally, read
 from noisescope.untrusted_files import FileKind, read_foreign
 
 STEP = FileKind("step file", "training.launch.set_step writes it", max_bytes=64)

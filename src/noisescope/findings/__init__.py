@@ -4,13 +4,11 @@ Bands, risk and avalanches are for injected task metrics; a predicted divergence
 could not be measured stays "not measurable" and never falls into a good band.
 """
 
-from noisescope.findings.advice import ADVICE as ADVICE
-from noisescope.findings.advice import operator_advice as operator_advice
-from noisescope.findings.advice import outlier_advice as outlier_advice
 from noisescope.findings.avalanche import PointAvalanche as PointAvalanche
 from noisescope.findings.avalanche import Window as Window
 from noisescope.findings.avalanche import avalanche_points as avalanche_points
 from noisescope.findings.avalanche import neighbours as neighbours
+from noisescope.findings.finding import ADVICE as ADVICE
 from noisescope.findings.finding import BORDERLINE as BORDERLINE
 from noisescope.findings.finding import NOT_RATED as NOT_RATED
 from noisescope.findings.finding import PRIORITIES as PRIORITIES
@@ -20,6 +18,8 @@ from noisescope.findings.finding import Recommendation as Recommendation
 from noisescope.findings.finding import Target as Target
 from noisescope.findings.finding import by_priority as by_priority
 from noisescope.findings.finding import metric_name as metric_name
+from noisescope.findings.finding import operator_advice as operator_advice
+from noisescope.findings.finding import outlier_advice as outlier_advice
 from noisescope.findings.finding import percent as percent
 from noisescope.findings.risk_scores import Assessment as Assessment
 from noisescope.findings.risk_scores import Risk as Risk

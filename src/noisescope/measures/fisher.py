@@ -19,7 +19,6 @@ import contextlib
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -93,11 +92,9 @@ class GradientScreen:
             self._scopes = entered.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
         self.starts = []
-        self._scopes.__exit__(kind, error, trace)
+        self._scopes.__exit__(kind, *error)
 
     def reads(self, unit: Unit, operator: str) -> bool:
         """Whether gradients are read at an operator of a unit."""
@@ -177,10 +174,8 @@ class Screen(GradientScreen):
         self._sums: dict[tuple[torch.device, tuple[Site, ...]], _Recorded] = {}
         self.lost: set[Site] = set()  # sites whose value was changed in place before its gradient came
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        super().__exit__(kind, error, trace)
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
+        super().__exit__(kind, *error)
         for recorded in self._sums.values():
             for site, found in recorded.sums().items():
                 self.sums[site] = found if site not in self.sums else _added(self.sums[site], found)

@@ -39,10 +39,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -140,11 +139,6 @@ def count_block_parameters(model: nn.Module, anatomy: Anatomy) -> int:
     return sum(weight.numel() for weight in matrices)  # norms and biases are vectors
 
 
-def saturating_cost(squares: Tensor) -> Tensor:
-    """sqrt(1 + a^2) - 1 of a^2, without its cancellation."""
-    return squares / (1 + (1 + squares).sqrt())
-
-
 def _one_matrix(x: Tensor, weight: Tensor) -> Tensor:
     """x weight^T; with [experts, out, in] x has as many matrices."""
     return x @ weight.transpose(-1, -2)
@@ -157,23 +151,56 @@ def _by_expert(x: Tensor, weight: Tensor, *, ends: Tensor) -> Tensor:
     return torch.cat([*parts, x.new_zeros(len(x) - rows[-1], weight.shape[1])])
 
 
-class FormatScreen(GradientScreen):
+class SampleCosts(GradientScreen):
+    """Sums the predicted KL of each site and sample over tokens and draws."""
+
+    nothing_seen: ClassVar[str]
+
+    def __init__(self, model: nn.Module, anatomy: Anatomy | None = None) -> None:
+        super().__init__(model, anatomy)
+        self.recorded: list[tuple[Site, Tensor]] = []  # KL [B, ...] of each site in the backward that runs now
+        self.sums: dict[Site, dict[int, Any]] = {}
+
+    def costs(self, projections: Tensor) -> Tensor:
+        """Predicted KL [B] from a_t: sqrt(1 + a^2) - 1, without its cancellation."""
+        assert self.samples is not None
+        batch, squares = self.samples.numel(), projections.square().flatten()
+        costs = squares / (1 + (1 + squares).sqrt())
+        if costs.numel() % batch:  # rows of an expert: whose they are is not known
+            return costs.sum().expand(batch) / batch
+        return costs.view(batch, -1).sum(1)
+
+    def take_in(self) -> None:
+        assert self.samples is not None
+        recorded, self.recorded = self.recorded, []
+        for site, found in recorded:
+            known, wide = self.sums.setdefault(site, {}), found.double().cpu()
+            rows: Iterable[Any] = wide.tolist() if wide.dim() == 1 else wide
+            for sample, row in zip(self.samples.tolist(), rows, strict=True):
+                known[sample] = known[sample] + row if sample in known else row
+
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
+        super().__exit__(kind, *error)
+        if kind is None and not self.sums:
+            raise NothingInjected(self.nothing_seen)
+
+
+class FormatScreen(SampleCosts):
     """Projects the rounding error of each format on the gradients of linears' outputs.
 
     with FormatScreen(model, formats) as screen, torch.enable_grad():
         screen.samples = ids_of_the_batch
         screen.score(model(tokens).logits.flatten(0, 1), scored, keys, draws=1, seed=0)
-    screen.sums[site][sample]      # [formats]: predicted KL, summed over tokens and draws
+    screen.sums[site][sample]      # [formats]
     """
+
+    nothing_seen = "no linear in a block has a weight that can be rounded, so there is nothing to plan"
 
     def __init__(self, model: nn.Module, formats: Mapping[str, Format], *, anatomy: Anatomy | None = None) -> None:
         super().__init__(model, anatomy)
         self.formats = dict(formats)
-        self.recorded: list[tuple[Site, Tensor]] = []  # KL [B, formats] of each site in the backward that runs now
-        self.sums: dict[Site, dict[int, Tensor]] = {}
-        self.inputs: dict[
-            Site, int
-        ] = {}  # weights of an output channel; of several matrices the greatest common divisor
+        # weights of an output channel; of several matrices the greatest common divisor
+        self.inputs: dict[Site, int] = {}
         self._modules = dict(self.model.named_modules())
 
     def reads(self, unit: Unit, operator: str) -> bool:
@@ -200,30 +227,5 @@ class FormatScreen(GradientScreen):
 
     def _predicted(self, weight: Tensor, x: Tensor, g: Tensor, multiply: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """Predicted KL of each sample and format [B, formats]; x [B, T, in] or [B * T, in], g likewise with out."""
-        assert self.samples is not None
-        batch = self.samples.numel()
-        columns = []
-        for fmt in self.formats.values():
-            error = quantise(weight, fmt, weight=True).float() - weight.float()
-            squares = (multiply(x.float(), error) * g.float()).sum(-1).square().flatten()  # a_t^2
-            costs = saturating_cost(squares)
-            if costs.numel() % batch:  # rows of an expert: whose they are is not known
-                columns.append(costs.sum().expand(batch) / batch)
-            else:
-                columns.append(costs.view(batch, -1).sum(1))
-        return torch.stack(columns, 1)
-
-    def take_in(self) -> None:
-        assert self.samples is not None
-        recorded, self.recorded = self.recorded, []
-        for site, found in recorded:
-            known = self.sums.setdefault(site, {})
-            for sample, row in zip(self.samples.tolist(), found.double().cpu(), strict=True):
-                known[sample] = known[sample] + row if sample in known else row
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        super().__exit__(kind, error, trace)
-        if kind is None and not self.sums:
-            raise NothingInjected("no linear in a block has a weight that can be rounded, so there is nothing to plan")
+        errors = (quantise(weight, fmt, weight=True).float() - weight.float() for fmt in self.formats.values())
+        return torch.stack([self.costs((multiply(x.float(), error) * g.float()).sum(-1)) for error in errors], 1)

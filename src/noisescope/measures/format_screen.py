@@ -15,14 +15,11 @@ the order more than the size.
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import TracebackType
 
 from torch import Tensor, nn
 
-from noisescope.errors import NothingInjected
 from noisescope.injection import Injection
-from noisescope.measures.fisher import GradientScreen
-from noisescope.measures.format_costs import saturating_cost
+from noisescope.measures.format_costs import SampleCosts
 from noisescope.model.anatomy import ATTENTION, MODULE, Anatomy, Unit, linear_weight
 from noisescope.probe.formats import Format, quantise
 from noisescope.probe.function_mode import WeightUse
@@ -32,22 +29,22 @@ from noisescope.sites import CACHED, FUSED, Site
 PRODUCTS = ("matmul", "bmm")
 
 
-class QuestionScreen(GradientScreen):
+class QuestionScreen(SampleCosts):
     """Projects a format's errors on gradients.
 
     with QuestionScreen(model, injection) as screen, torch.enable_grad():
         screen.samples = ids_of_the_batch
         screen.score(model(tokens).logits.flatten(0, 1), scored, keys, draws=2, seed=0)
-    screen.sums[site][sample]      # predicted KL, summed over tokens and draws
+    screen.sums[site][sample]
     """
+
+    nothing_seen = "nothing that could be rounded was seen: `noisescope inspect` shows what is visible"
 
     def __init__(self, model: nn.Module, where: Injection, *, anatomy: Anatomy | None = None) -> None:
         super().__init__(model, anatomy)
         assert isinstance(where.perturbation, Format)
         self.where, self.format = where, where.perturbation
         self.of_cache = bool({"kv_cache", *CACHED} & (where.operators or frozenset()))
-        self.recorded: list[tuple[Site, Tensor]] = []  # KL [B] of each site in the backward that runs now
-        self.sums: dict[Site, dict[int, float]] = {}
 
     def unpredicted(self, anatomy: Anatomy) -> list[str]:
         """Sites that the injection falls on and that have no prediction: products of fused experts."""
@@ -129,32 +126,9 @@ class QuestionScreen(GradientScreen):
         def add(gradient: Tensor, *given: Tensor) -> None:
             g = gradient.transpose(-1, -2) if turned else gradient
             products = (error(*given) * g.float()).sum(-1)  # [B, T], [B * T], or by head [B, H, S] or [B * H, S]
-            self.recorded.append((site, self._by_sample(products, by_head=by_head)))
+            if by_head:
+                assert self.samples is not None
+                products = products.view(self.samples.numel(), -1, products.shape[-1]).sum(1)
+            self.recorded.append((site, self.costs(products)))
 
         self.on_gradient(call, y, needed, add)
-
-    def _by_sample(self, products: Tensor, *, by_head: bool) -> Tensor:
-        """Predicted KL [B] from a_t."""
-        assert self.samples is not None
-        batch = self.samples.numel()
-        if by_head:
-            products = products.view(batch, -1, products.shape[-1]).sum(1)
-        costs = saturating_cost(products.square().flatten())
-        if costs.numel() % batch:  # rows of an expert: whose they are is not known
-            return costs.sum().expand(batch) / batch
-        return costs.view(batch, -1).sum(1)
-
-    def take_in(self) -> None:
-        assert self.samples is not None
-        recorded, self.recorded = self.recorded, []
-        for site, found in recorded:
-            known = self.sums.setdefault(site, {})
-            for sample, value in zip(self.samples.tolist(), found.double().tolist(), strict=True):
-                known[sample] = known.get(sample, 0.0) + value
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        super().__exit__(kind, error, trace)
-        if kind is None and not self.sums:
-            raise NothingInjected("nothing that could be rounded was seen: `noisescope inspect` shows what is visible")

@@ -1,7 +1,7 @@
 """An options value as the command that gives it: what a report says of how it was made, and of what to run next.
 
 A value is kept as plain JSON, for a report is read where its files are not; `command_line` writes it out. Parsing that
-gives the same options again, whatever option a command gets: tests/options/test_command_line.py.
+gives the same options again, whatever option a command gets: tests/options/test_command_text.py.
 """
 
 from __future__ import annotations

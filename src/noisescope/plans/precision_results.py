@@ -1,7 +1,8 @@
 """A precision plan with its prediction and, if it was run, its measurement: the report's `precision_plan`.
 
 A plan is judged by the typical KL of held-out samples, beside uniform plans, the bit rule and random plans of the same
-bits. Two plans are compared sample by sample: the typical ratio of their KL, with its interval.
+bits. Two plans are compared sample by sample: the typical ratio of their KL, with its interval. `frontier` says what
+fewer bits cost at best: predicted KL over average bits per weight, for mixes of number formats.
 
 A prediction adds up the scores of the chosen formats over modules. All modules are scored on the same few samples, so
 their errors are correlated, and a report keeps no scores by sample. Whatever the correlation,
@@ -14,6 +15,7 @@ noisy sums, whose own is too small for that reason, nor that predictions are of 
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -331,3 +333,37 @@ class Verification:
         before, after = paired(frame, clean, rounded)
         kl = np.zeros(len(before)) if injection is None else rounded.mean("kl")
         return PlanScores(kl, after.mean(axis=1), before)
+
+
+def frontier(modules: Sequence[Module]) -> list[tuple[float, float]]:
+    """(average bits, predicted KL) from the fewest bits to the most, each bit spent where it gains most.
+
+    The lower convex hull of all plans: what lies between two of its points an optimal plan may undercut a little.
+    """
+    weights = sum(module.parameters for module in modules)
+    hulls = [_hull(module, weights) for module in modules]
+    bits, cost = (sum(hull[0][at] for hull in hulls) for at in (0, 1))
+    steps = [(b[0] - a[0], b[1] - a[1]) for hull in hulls for a, b in itertools.pairwise(hull)]
+    found = [(bits, cost)]
+    for more, gain in sorted(steps, key=lambda step: step[1] / step[0]):
+        bits, cost = bits + more, cost + gain
+        found.append((bits, cost))
+    return found
+
+
+def _hull(module: Module, weights: int) -> list[tuple[float, float]]:
+    """The formats of a module that a convex trade of bits for KL would use, from the fewest bits."""
+    share = module.parameters / weights
+    points = sorted((choice.bits * share, choice.predicted_kl) for choice in module.choices.values())
+    hull: list[tuple[float, float]] = []
+    for bits, cost in points:
+        if hull and cost >= hull[-1][1]:  # no gain
+            continue
+        while len(hull) > 1 and _slope(hull[-2], hull[-1]) >= _slope(hull[-2], (bits, cost)):
+            hull.pop()
+        hull.append((bits, cost))
+    return hull
+
+
+def _slope(first: tuple[float, float], second: tuple[float, float]) -> float:
+    return (second[1] - first[1]) / (second[0] - first[0])

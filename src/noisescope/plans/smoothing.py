@@ -22,8 +22,7 @@ from noisescope.diagnosis.rows import Divergence
 from noisescope.diagnosis.section_types import ChannelRow
 from noisescope.errors import InvalidInput, unknown
 from noisescope.findings import band, outlier_advice
-from noisescope.findings.advice import TARGETS
-from noisescope.findings.finding import span
+from noisescope.findings.finding import TARGETS, span
 from noisescope.stats import Estimate
 from noisescope.tables import Sheet, Table, Tabular
 

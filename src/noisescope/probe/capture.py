@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from types import TracebackType
 
 import torch
 from torch import Tensor, nn
@@ -100,10 +99,8 @@ class Capture:
         self._scope.__enter__()
         return self.captured
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._scope.__exit__(kind, error, trace)
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self._scope.__exit__(kind, *error)
         if kind is None and self._scope.forwards and not (self.captured.statistics or self.captured.raw):
             raise NothingInjected(
                 "the model ran, but nothing was captured: see `noisescope inspect` for what is visible"

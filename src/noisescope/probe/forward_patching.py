@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from threading import get_ident
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -172,6 +172,13 @@ class ModelScope:
 
     # -- opening and closing
 
+    def __enter__(self) -> Self:
+        self._open()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self._close()
+
     def _open(self) -> None:
         modules = dict(self.model.named_modules(remove_duplicate=False))
         with _entering:
@@ -314,10 +321,6 @@ class ModelScope:
         self._named = (ids, positions)
         self._next_position = positions if isinstance(positions, int) else 0
 
-    def number_from(self, number: int) -> None:
-        """Number the following forwards from here: the draws of unnamed rows depend on that number."""
-        self.forwards = number
-
     def new_context(self, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Context:
         if not self.any_thread and self.held_elsewhere:
             raise self._not_the_owner()
@@ -366,7 +369,9 @@ class ModelScope:
 
     def recalled(self, wrapper: ForwardWrapper, x: Any) -> Context:
         """The forward that autograd is recomputing (gradient checkpointing): the same rows, and no tally."""
-        ours = self.any_thread or not self.held_elsewhere or (_is_autograds_thread() and not wrapper.root)
+        # Threads not started from Python are autograd's: it has one per device, and others in nested calls.
+        autograds = isinstance(threading.current_thread(), threading._DummyThread)
+        ours = self.any_thread or not self.held_elsewhere or (autograds and not wrapper.root)
         known = ours or wrapper.knows(x)  # a whole forward is recomputed from the very tensors it had
         rows = wrapper.recall(x, None if self._recalled is None else self._recalled.rows) if known else None
         if rows is None:  # a module that ran in no forward of this scope: nothing to repeat
@@ -383,11 +388,6 @@ def _device_scopes(model: nn.Module) -> list[ModelScope]:
     """The scopes open on a model that act before all others, as a broken device does: simulated faults."""
     open_scopes = {id(scope): scope for module in model.modules() for scope in scopes_on(module)}
     return [scope for scope in open_scopes.values() if scope.acts_as_device]
-
-
-def _is_autograds_thread() -> bool:
-    """Whether this thread was not started from Python: autograd has one per device, and others in nested calls."""
-    return isinstance(threading.current_thread(), threading._DummyThread)
 
 
 def _parents(name: str) -> Iterator[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import warnings
-from types import TracebackType
 
 import torch
 from torch import nn
@@ -60,13 +59,11 @@ class Probe(ModelScope):
         self.gradients_only = gradients_only  # no noise in forwards that record no gradients: evaluation, generation
         self._check_targets()
 
-    def __enter__(self) -> Tally:
+    def __enter__(self) -> Tally:  # type: ignore[override]
         self._open()
         return self.tally
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self.tally.forced_eager = self.compiled
         self._ran = self._operators_that_ran()
         try:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Hashable, Iterator
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -53,13 +52,7 @@ class Prefix(ModelScope):
         self._batch: dict[int, Any] = {}
         self._last: Any = None  # what the last block gave when it last ran, or stood for when it was passed by
 
-    def __enter__(self) -> Prefix:
-        self._open()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
         self.forget()
         self._close()
 

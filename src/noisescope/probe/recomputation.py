@@ -10,8 +10,7 @@ What a gradient hook needs of a forward, it gets by `kept`: a closure would hold
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,15 +27,6 @@ class Recomputing(ModelScope):
     with inject(model, noise), Recomputing(model):
         model(tokens, use_cache=False).logits.sum().backward()  # a cache would be filled twice
     """
-
-    def __enter__(self) -> Self:
-        self._open()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._close()
 
     def target_at(self, unit: Unit, operator: str) -> CallListener | None:
         if operator != "residual" or unit.kind != MODULE:

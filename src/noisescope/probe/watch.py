@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from torch import nn
 
@@ -113,15 +112,6 @@ class WatchScope(ModelScope):
         self._before = before
         self._recomputed = recomputed
         self._repeated = repeated
-
-    def __enter__(self) -> Self:
-        self._open()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._close()
 
     def target_at(self, unit: Unit, operator: str) -> CallListener | None:
         if not self._where(unit, operator):

@@ -7,9 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from noisescope.diagnosis.rows import AvalanchePoint, CellEffect, Effect, LayerAnalysis
-from noisescope.plans.frontier import frontier
 from noisescope.plans.precision import modules_of
-from noisescope.plans.precision_results import PlanRow
+from noisescope.plans.precision_results import PlanRow, frontier
 from noisescope.reports.cell_text import (
     ONE_SIDED,
     band_of,

@@ -14,10 +14,9 @@ import jinja2
 from markupsafe import Markup
 
 from noisescope.reports import palette
-from noisescope.reports.charts import draw, drawable
+from noisescope.reports.charts import draw, drawable, scale_of
 from noisescope.reports.document import Document, Table, numeric_columns
-from noisescope.reports.heat_chart import scale_of
-from noisescope.reports.svg import inline_svg
+from noisescope.reports.figure_files import inline_svg
 from noisescope.text_escaping import visible
 
 LONG_TABLE = 8  # rows; above this a table gets a filter

@@ -19,8 +19,7 @@ from typing import Any
 from noisescope.errors import InvalidInput
 from noisescope.runs import store_file
 from noisescope.runs.store_file import FILE as FILE
-from noisescope.runs.store_file import LOCK, VERSION
-from noisescope.runs.store_rows import RESULTS, STORED, Cell, checksum, decode, encode, is_intact
+from noisescope.runs.store_file import LOCK, RESULTS, STORED, VERSION, Cell, checksum, decode, encode, is_intact
 from noisescope.trials import Result, Trial
 from noisescope.untrusted_files import parse_json
 

@@ -26,8 +26,7 @@ from noisescope.model.loading import Subject
 from noisescope.probe.draws import ENGINE_VERSION
 from noisescope.probe.inject import Probe
 from noisescope.probe.prefix import Prefix, first_noisy_block
-from noisescope.runs.batches import Batch, Material, Piece, lay_out
-from noisescope.runs.memory import GIB, Room
+from noisescope.runs.batches import GIB, Batch, Material, Piece, Room, lay_out
 from noisescope.trials import Conditions, Result, Results, Slice, Trial, missing
 
 if TYPE_CHECKING:

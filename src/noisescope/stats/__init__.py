@@ -23,9 +23,9 @@ from noisescope.stats.score_estimates import measurable as measurable
 from noisescope.stats.score_estimates import noise_tolerance as noise_tolerance
 from noisescope.stats.score_estimates import proportion as proportion
 from noisescope.stats.score_estimates import retention as retention
-from noisescope.stats.survival import median_wait as median_wait
 from noisescope.stats.typical import Shift as Shift
 from noisescope.stats.typical import median as median
+from noisescope.stats.typical import median_wait as median_wait
 from noisescope.stats.typical import nonnegative_mean as nonnegative_mean
 from noisescope.stats.typical import trimmed_shift as trimmed_shift
 from noisescope.stats.typical import typical as typical

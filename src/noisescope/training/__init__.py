@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from noisescope.training.aqn import NormNoise as NormNoise
     from noisescope.training.aqn import OperatorNoise as OperatorNoise
     from noisescope.training.aqn import TrainingNoise as TrainingNoise
+    from noisescope.training.aqn import gradient_pretest as gradient_pretest
     from noisescope.training.aqn import noise as noise
-    from noisescope.training.gradients import gradient_pretest as gradient_pretest
     from noisescope.training.lightning_callback import LightningNoiseCallback as LightningNoiseCallback
     from noisescope.training.schedules import Constant as Constant
     from noisescope.training.schedules import Cosine as Cosine
@@ -27,9 +27,8 @@ if TYPE_CHECKING:
     from noisescope.training.trainer_callback import TrainingNoiseCallback as TrainingNoiseCallback
 
 _LAZY = {
-    "aqn": ("AQN", "NormNoise", "OperatorNoise", "TrainingNoise", "noise"),
+    "aqn": ("AQN", "NormNoise", "OperatorNoise", "TrainingNoise", "gradient_pretest", "noise"),
     "lightning_callback": ("LightningNoiseCallback",),
-    "gradients": ("gradient_pretest",),
     "schedules": ("Constant", "Cosine", "Exponential", "Linear", "Staged", "equalised", "from_report", "ruled"),
     "trainer_callback": ("TrainingNoiseCallback",),
 }

@@ -13,7 +13,7 @@ One rule decides when noise is on: **a forward has noise if it starts with gradi
 evaluation, generation (also inside the training step, as in GRPO) and reference log-probabilities, which run under
 `torch.no_grad()`, are clean by themselves, and gradient checkpointing recomputes what it had. What a step draws is a
 function of (seed, rank, step, number of the forward in the step), so a resumed run continues exactly as an
-uninterrupted one would.
+uninterrupted one would. `gradient_pretest` says, before anything is trained, what noise does to gradients.
 """
 
 from __future__ import annotations
@@ -21,21 +21,26 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from noisescope import stats
 from noisescope.errors import InvalidInput, NoiseRoundsAway, NothingInjected
+from noisescope.findings import band
 from noisescope.injection import Injection
+from noisescope.jsonform import to_json
+from noisescope.model.forwards import evaluating
 from noisescope.names_in_trial_ids import registered
 from noisescope.probe.inject import Probe
 from noisescope.probe.noise import Gaussian
 from noisescope.probe.tally import Tally
 from noisescope.sites import PHASES, Place
 from noisescope.training.launch import data_rank
-from noisescope.training.schedules import Schedule
+from noisescope.training.schedules import Constant, Schedule
 
 STRIDE = 1 << 16  # forwards a step may have (gradient accumulation, several losses)
 
@@ -206,7 +211,7 @@ class TrainingNoise:
         else:
             self._note_change()
             self._probe.update(injection)
-        self._probe.number_from(step * STRIDE)
+        self._probe.forwards = step * STRIDE  # the draws of unnamed rows depend on that number
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
@@ -279,3 +284,50 @@ class _TrainingProbe(Probe):
 
     def sleeps(self) -> bool:
         return self.asleep or super().sleeps()
+
+
+def gradient_pretest(
+    model: nn.Module,
+    loss: Callable[[nn.Module, Any], Tensor],
+    batches: Sequence[Any],
+    *,
+    noise_scale: float = 0.05,
+    operators: frozenset[str] = frozenset({"gemm"}),
+    seed: int = 0,
+) -> dict[str, dict[str, Any]]:
+    """For noise forward, backward and both: ratio of gradient norms and relative change, over batches.
+
+    If backward noise regularises and forward noise makes models robust, backward noise should move the gradient
+    at least as much as forward noise does. The bands of the ratio are those of the original method notes.
+
+    Each batch has draws of its own. The model runs in evaluation mode, because dropout would differ between the clean
+    and the noisy gradient; its modes and its own `.grad` are not changed.
+    """
+    if not batches:
+        raise InvalidInput("give at least one batch")
+    clean = [_gradient(model, loss, batch) for batch in batches]
+    found = {}
+    for phases in (("forward",), ("backward",), PHASES):
+        aqn = AQN(OperatorNoise(operators, frozenset(phases)), Constant(noise_scale), seed)
+        ratios, changes = [], []
+        with noise(model, aqn, rank=0) as scope:
+            for number, (batch, before) in enumerate(zip(batches, clean, strict=True)):
+                scope.at(number)
+                after = _gradient(model, loss, batch)
+                ratios.append(float(after.norm() / before.norm()))
+                changes.append(float((after - before).norm() / before.norm()))
+        ratio = stats.mean(ratios)
+        found[phases[0] if len(phases) == 1 else "both"] = {
+            "ratio": to_json(ratio),
+            "band": band("gradient_ratio", ratio.value),
+            "change": to_json(stats.mean(changes)),
+        }
+    return found
+
+
+def _gradient(model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], batch: Any) -> Tensor:
+    """All of it, as one vector on the device."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    with evaluating(model):
+        slopes = torch.autograd.grad(loss(model, batch), parameters, allow_unused=True, materialize_grads=True)
+    return torch.cat([slope.flatten().float() for slope in slopes])

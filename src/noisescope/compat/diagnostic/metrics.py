@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -10,7 +11,8 @@ from torch import Tensor, nn
 
 from noisescope.compat.diagnostic.adapter import model_of
 from noisescope.errors import InvalidInput
-from noisescope.measures import curvature, tensor_errors
+from noisescope.injection import checked_scale
+from noisescope.measures import curvature
 from noisescope.model.loading import Subject
 
 LossFunction = Callable[[Any, Any], Tensor]  # (model, data) -> scalar
@@ -19,16 +21,29 @@ LossFunction = Callable[[Any, Any], Tensor]  # (model, data) -> scalar
 def compute_snr(activations: Tensor, noise_scale: float | Tensor) -> float | None:
     """Signal-to-noise ratio in dB: measured if a second (noisy) tensor is given, nominal if a scale is.
 
-    The nominal ratio is the notes' 20 log10(1 / scale): the same for every tensor, 26 dB at 5 %. None without noise.
+    The measured one is 10 log10(sum clean^2 / sum (noisy - clean)^2), -inf without a signal. The nominal ratio is the
+    notes' 20 log10(1 / scale): the same for every tensor, 26 dB at 5 %. None without noise.
     """
     if isinstance(noise_scale, Tensor) and noise_scale.dim():
-        return tensor_errors.snr_db(activations, noise_scale)
-    return tensor_errors.nominal_snr_db(float(noise_scale))
+        clean, noisy = _pair(activations, noise_scale, names=("activations", "noise_scale"))
+        noise, signal = (float(x.square().sum()) for x in (noisy - clean, clean))
+        return None if noise == 0 else 10 * math.log10(signal / noise) if signal > 0 else -math.inf
+    scale = checked_scale(float(noise_scale), "the noise scale")
+    return -20 * math.log10(scale) if scale > 0 else None
 
 
 def compute_sparsity(activations: Tensor, threshold: float = 1e-6, relative: float | None = None) -> float:
-    """The share of |x| < threshold, or with `relative` of |x| < relative * rms(x), which SiLU and GELU need."""
-    return tensor_errors.sparsity(activations, threshold, relative)
+    """The share of |x| < threshold or, where `relative` is given, of |x| < relative * rms(x).
+
+    An absolute threshold finds almost nothing behind SiLU or GELU, which only come near zero. The measure is the
+    tensor's rms rather than its maximum, which one outlier channel would set. A tensor of zeros has sparsity 1.
+    """
+    check_activations(activations, activations, names=("activations", "activations"))
+    x, limit = _wide(activations, "activations").abs(), checked_scale(threshold, "threshold")
+    if relative is not None:
+        rms = float(x.square().mean().sqrt())
+        limit = checked_scale(relative, "relative") * rms if rms else math.inf
+    return float((x < limit).double().mean())
 
 
 def compute_gradient_ratio(
@@ -47,7 +62,9 @@ def compute_gradient_ratio(
         curvature.gradient_norms(model_of(model), _function(loss), parameters)["model"]
         for loss in (noisy_loss, clean_loss)
     )
-    return tensor_errors.gradient_ratio(noisy, clean)
+    if not math.isfinite(noisy + clean):
+        raise InvalidInput(f"gradient norms must be finite, got {noisy:g} under noise and {clean:g} without")
+    return noisy / clean if clean > 0 else None
 
 
 def compute_layer_hessian_trace(
@@ -91,22 +108,30 @@ def estimate_fim_diagonal(
 
 def compute_mae(gpu_activations: Tensor, npu_activations: Tensor) -> float:
     """Mean absolute error."""
-    return tensor_errors.mae(*_finite(gpu_activations, npu_activations))
+    gpu, npu = _pair(gpu_activations, npu_activations)
+    return float((npu - gpu).abs().mean())
 
 
 def compute_mape(gpu_activations: Tensor, npu_activations: Tensor) -> float:
-    """Mean absolute error relative to the first, elementwise, as a fraction."""
-    return tensor_errors.mape(*_finite(gpu_activations, npu_activations))
+    """Mean of |npu - gpu| / (|gpu| + 1e-8), as a fraction. Elements of the first near 0 dominate it."""
+    gpu, npu = _pair(gpu_activations, npu_activations)
+    return float(((npu - gpu).abs() / (gpu.abs() + 1e-8)).mean())
 
 
 def compute_correlation(gpu_activations: Tensor, npu_activations: Tensor) -> float | None:
     """Pearson's correlation over all elements; None where one is constant."""
-    return tensor_errors.pearson(*_finite(gpu_activations, npu_activations))
+    gpu, npu = _pair(gpu_activations, npu_activations)
+    x, y = gpu - gpu.mean(), npu - npu.mean()  # means first: an offset far above the spread costs no digits
+    # Rounding of a mean leaves 1e-16 of it in each element of a constant tensor: that is no spread.
+    if any(bool(part.square().mean() <= 1e-28 * whole.mean() ** 2) for part, whole in ((x, gpu), (y, npu))):
+        return None
+    return max(-1.0, min(1.0, float((x * y).sum() / (x.norm() * y.norm()))))
 
 
 def compute_max_error(gpu_activations: Tensor, npu_activations: Tensor) -> float:
     """Largest absolute error."""
-    return tensor_errors.max_error(*_finite(gpu_activations, npu_activations))
+    gpu, npu = _pair(gpu_activations, npu_activations)
+    return float((npu - gpu).abs().max())
 
 
 def compute_kl_divergence(p_logits: Tensor, q_logits: Tensor, *, eps: float = 1e-6) -> float:
@@ -131,9 +156,11 @@ def compute_kl_divergence(p_logits: Tensor, q_logits: Tensor, *, eps: float = 1e
     return max(divergence, 0.0)  # equal inputs may round to -1e-9
 
 
-def check_activations(gpu_activations: Tensor, npu_activations: Tensor) -> None:
+def check_activations(
+    gpu_activations: Tensor, npu_activations: Tensor, *, names: tuple[str, str] = ("gpu_activations", "npu_activations")
+) -> None:
     """Reject anything but a pair of tensors [..., channels] of one shape."""
-    for name, x in (("gpu_activations", gpu_activations), ("npu_activations", npu_activations)):
+    for name, x in zip(names, (gpu_activations, npu_activations), strict=True):
         if not isinstance(x, Tensor) or not x.dim() or not x.numel():
             came = f"one of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
             raise InvalidInput(
@@ -141,20 +168,28 @@ def check_activations(gpu_activations: Tensor, npu_activations: Tensor) -> None:
             )
     if gpu_activations.shape != npu_activations.shape:
         raise InvalidInput(
-            f"gpu_activations have the shape {tuple(gpu_activations.shape)}, npu_activations "
-            f"{tuple(npu_activations.shape)}: compare outputs of the same module for the same input"
+            f"{names[0]} have the shape {tuple(gpu_activations.shape)}, {names[1]} {tuple(npu_activations.shape)}: "
+            "compare outputs of the same module for the same input"
         )
 
 
-def _finite(gpu_activations: Tensor, npu_activations: Tensor) -> tuple[Tensor, Tensor]:
-    check_activations(gpu_activations, npu_activations)
-    for name, x in (("gpu_activations", gpu_activations), ("npu_activations", npu_activations)):
-        if not bool(x.isfinite().all()):
-            raise InvalidInput(
-                f"{name} contain NaN or infinity, which would spoil every average; MetricsDashboard and `noisescope "
-                f"compare` count them"
-            )
-    return gpu_activations, npu_activations
+def _pair(
+    gpu_activations: Tensor, npu_activations: Tensor, *, names: tuple[str, str] = ("gpu_activations", "npu_activations")
+) -> tuple[Tensor, Tensor]:
+    """Both in float64, checked."""
+    check_activations(gpu_activations, npu_activations, names=names)
+    gpu, npu = (_wide(x, name) for x, name in zip((gpu_activations, npu_activations), names, strict=True))
+    return gpu, npu.to(gpu.device)
+
+
+def _wide(x: Tensor, name: str) -> Tensor:
+    """In float64, which mps does not have."""
+    if not bool(x.isfinite().all()):
+        raise InvalidInput(
+            f"{name} contain NaN or infinity, which would spoil every average; MetricsDashboard and `noisescope "
+            f"compare` count them"
+        )
+    return (x.detach().cpu() if x.device.type == "mps" else x.detach()).double()
 
 
 def _function(loss: Tensor | Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:

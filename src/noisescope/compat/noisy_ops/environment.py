@@ -21,7 +21,7 @@ from noisescope.compat.noisy_ops.settings import Settings
 from noisescope.compat.noisy_ops.state import state
 from noisescope.errors import InvalidInput, NoisescopeError
 from noisescope.probe.noise import Gaussian
-from noisescope.training.worker_environment import ALIASED, NOTES_PREFIX, flag, keep_tally, rank, read
+from noisescope.training.launch import ALIASED, NOTES_PREFIX, flag, keep_tally, rank, read
 
 
 def _error_type(text: str) -> str:

@@ -1,4 +1,4 @@
-"""A number format as a question: its settings, and the models that it can't be asked of."""
+"""What a run asks: a number format as a question, the models that can't be asked it, and the command that asks."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ from typing import Any
 import torch
 
 from noisescope.diagnosis.context import Settings
+from noisescope.diagnosis.report import Asked, GivenCommand
 from noisescope.errors import InvalidInput, UnsupportedModel
 from noisescope.model.anatomy import ATTENTION
 from noisescope.model.loading import Subject
+from noisescope.options.command_text import command_values
+from noisescope.options.fields import DTYPES
 from noisescope.options.sensitivity import DiagnoseOptions
+from noisescope.options.shared import ExecutionOptions
 from noisescope.probe.formats import Format, format_on
+from noisescope.text_escaping import last_part
 
 _CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -71,3 +76,24 @@ def _refuse_adapters(subject: Subject) -> None:
                 f"{name} is a {type(module).__name__} with an adapter beside its weight: merge the adapters first "
                 "(model.merge_and_unload()), or unload them, and ask again"
             )
+
+
+PATHS = ("model", "data", "calibration", "output")
+
+
+def given_command(options: ExecutionOptions, model: str, facts: Asked) -> GivenCommand | None:
+    """None where no command line can ask it. Paths are cut as in the report."""
+    values, here = command_values(options), facts.conditions
+    if not options.command or values is None:
+        return None
+    values["model"] = model
+    whole = {name: values[name] for name in PATHS if name in values}
+    values |= {} if options.full_paths else {name: last_part(path) for name, path in whole.items()}
+    cut = tuple(values[name] for name, path in whole.items() if values[name] != path)
+    if "device_map" in values:
+        values["device"] = None
+    elif not values["device"].startswith(here.device):  # Python loads its model itself
+        values["device"] = here.device
+    if values["dtype"] is None and here.dtype in DTYPES:
+        values["dtype"] = here.dtype
+    return GivenCommand(options.command, {name: value for name, value in values.items() if value is not None}, cut)

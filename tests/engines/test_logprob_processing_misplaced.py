@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from noisescope.engines.misplaced_tokens import TokenValues, find_misplaced, mend_tokens
+from noisescope.engines.logprob_processing import TokenValues, find_misplaced, mend_tokens
 
 EXPECTED = -3 * torch.rand(30, generator=torch.Generator().manual_seed(0), dtype=torch.float64) - 0.1
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from noisescope.comparison.system_comparison import Sampling
-from noisescope.engines.opening import open_engine, read_arguments
+from noisescope.engines.protocol import open_engine, read_arguments
 from noisescope.errors import InvalidInput, MissingExtra
 
 

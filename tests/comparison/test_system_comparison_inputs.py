@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from noisescope.comparison.token_inputs import corresponding, input_difference
+from noisescope.comparison.system_comparison import corresponding, input_difference
 
 TEXT = list(range(10, 30))
 

@@ -8,8 +8,8 @@ import random
 import pytest
 
 from noisescope.diagnosis.section_types import FormatScore
-from noisescope.plans.frontier import frontier
 from noisescope.plans.precision import Module, plan_of
+from noisescope.plans.precision_results import frontier
 
 
 def modules(draw: random.Random, count: int) -> list[Module]:

@@ -15,8 +15,7 @@ from noisescope.model.loading import wrap
 from noisescope.model.streaming import stream_blocks
 from noisescope.probe.noise import Gaussian
 from noisescope.runs import measures
-from noisescope.runs.batches import Material
-from noisescope.runs.memory import GIB, GRADIENTS, Room, footprint, free_memory
+from noisescope.runs.batches import GIB, GRADIENTS, Material, Room, footprint, free_memory
 from noisescope.runs.trial_runner import TrialRunner, conditions
 from noisescope.testing import tiny_model
 from noisescope.trials import Slice, Trial
