@@ -21,9 +21,12 @@ from torch import Tensor, nn
 
 from noisescope.errors import unknown
 from noisescope.localization.arithmetic_self_test import self_test_note, self_test_of, with_self_test
+from noisescope.localization.classify import classify
 from noisescope.localization.data_flow import as_recomputed, flow_in_blocks
+from noisescope.localization.error_pattern import Evidence
 from noisescope.localization.host_operators import host_arithmetic
 from noisescope.localization.inputs import Batch, batches_for, parts_of, remarks
+from noisescope.localization.judge import judge
 from noisescope.localization.laws import whole_model
 from noisescope.localization.laws.call_results import LawEvidence, LawResult, exact
 from noisescope.localization.laws.calls_with_other_inputs import (
@@ -173,7 +176,8 @@ class Search:
                 result = exact(Law.SUM_OF_PARTS, recomputed.y.double(), recomputed.reference.values)
                 if difference.tensor == "input":
                     result = replace(result, words=f"the input of {difference.node.module} is wrong")
-                facts = replace(self.dispatcher.block_facts(flow.unit.place), expected=recomputed)
+                evidence = Evidence.of("residual", recomputed, judge(recomputed.y, recomputed.reference))
+                facts = replace(self.dispatcher.block_facts(flow.unit.place), pattern=classify(evidence))
                 self.results.add(site, LawEvidence([result], facts), kind="residual", width=width)
 
     def _look_between_again(self) -> float:

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from noisescope.localization.error_pattern import Pattern
 from noisescope.localization.host_operators import host_arithmetic
-from noisescope.localization.host_products import Recomputed
 from noisescope.localization.laws.output_statistics import Statistics
 from noisescope.localization.laws.table import Law
-from noisescope.localization.roundoff_floors import Reference
 from noisescope.localization.tensors import channels_with, differing, host_rows, rms
 
 ANALYSED = 1 << 20  # numbers of an output that are examined, in whole rows
@@ -117,27 +116,14 @@ class EvidenceFacts:
     changed_in_channels: float = 1.0  # and of those in channels where any does
     # something linear
     statistics: Statistics = field(default_factory=Statistics)
-    gap_size: float = 1.0  # of its gap around 0, relative to the rms
-    lost_inputs: tuple[int, ...] = ()  # inner indices that reach no output
-    at_zero: str = ""  # f(0), where it is not 0: "one bit", "constant", "constant channel", "varied"
-    even: str = ""  # (f(x) + f(-x)) / 2: "constant", "within an ulp", "sign stuck", "other"
-    at_top: str = ""  # only the largest break additivity: "short" or "beyond"
-    few: bool = False  # only a few elements do, by a large amount
-    truncates: float = 0.0  # share of the error that looks like rounding toward zero
-    mean_square: float = math.inf  # of the error of additivity, in variances of healthy round-off
-    additivity: tuple[Tensor, list[Tensor]] | None = None  # that error, and the outputs it comes from
-    adds_up_by_halves: bool = False  # additivity holds as long as no bits of the input change
-    coarse_sums: bool = False
     # fused attention and softmax
     ones: str = ""  # what breaks the sum of probabilities differs between "channels", or only between "rows"
     ones_size: float = 0.0
     ones_spread: float = 0.0
     shift_overflows: bool = False
     read: tuple[Tensor, Tensor, Tensor, float] | None = None  # probabilities, q, k, scale
-    # an MLP as a whole
-    activation: str = "silu"
-    # where the right numbers are known
-    expected: Recomputed | None = None
+    activation: str = "silu"  # of an MLP
+    pattern: Pattern | None = None  # of the errors, where the host knows the right numbers
 
     def to_dict(self) -> dict[str, Any]:
         """The facts that are known and can be printed."""
@@ -145,7 +131,7 @@ class EvidenceFacts:
         return {
             name: value
             for name, value in found.items()
-            if isinstance(value, (bool, int, float, str, tuple)) and name not in ("additivity", "read")
+            if isinstance(value, (bool, int, float, str, tuple)) and name != "read"
         }
 
     def count_changes(self, changed: Tensor) -> None:
@@ -179,11 +165,6 @@ class LawEvidence:
         size, strength = found.gap / max(rms(y.double()), TINY), math.inf if words else 0.0
         law = Law.OUTPUT_STATISTICS
         self.add(LawResult(law, strength, size, 0.0, found.gap_share, channels, y.numel(), words=words))
-
-
-def known_values(y: Tensor, expected: Tensor, limit: Tensor) -> Recomputed:
-    """An output, its expected value, and its tolerance, [R, C]."""
-    return Recomputed(y, Reference(expected, (limit / 2,)))
 
 
 def sampled_rows(y: Tensor, fewest: int = 2) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,9 +10,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from noisescope.localization.classify import classify
+from noisescope.localization.error_pattern import Evidence, Pattern
 from noisescope.localization.formula_recognition import linear_formula
-from noisescope.localization.host_operators import NOT_LINEAR, given_one_tensor, host_arithmetic
-from noisescope.localization.host_products import as_multiplied
+from noisescope.localization.host_operators import NOT_LINEAR, Unseen, given_one_tensor, host_arithmetic, recompute
+from noisescope.localization.host_products import Rows, as_multiplied
+from noisescope.localization.judge import judge
 from noisescope.localization.laws import attention, functions, linear, linear_checksums, norms, sublayers
 from noisescope.localization.laws.call_results import EvidenceFacts, LawEvidence
 from noisescope.localization.laws.calls_with_other_inputs import (
@@ -30,6 +34,7 @@ from noisescope.model.anatomy import ATTENTION, CALLS, EXPERTS, ROUTER, Anatomy,
 from noisescope.probe.recorded_call import RecordedCall
 from noisescope.sites import FUSED, Place, Site
 
+_ROWS = 256  # of a suspect's output that are recomputed to name its fault
 _HUGE = 1e15  # inputs beyond this come from a fault upstream: their squares overflow
 _TOO_LARGE = "inputs that are not finite, or too large to check"
 
@@ -112,6 +117,8 @@ class LawDispatcher:
                 found = laws(recorded)
                 if found is not None and found.broken and recorded.operator != MLP:
                     found = self._of_the_class(found, laws, recorded)
+                if found is not None and found.broken:
+                    found.facts.pattern = _pattern(recorded)
             except Exception as error:  # third-party code may raise anything
                 found, why = None, f"raised {type(error).__name__} when called again"
             if before.restore():
@@ -311,6 +318,17 @@ def site_of(recorded: RecordedCall) -> Site:
     """Within an attention module each product is a site; each expert is one site."""
     apart = recorded.unit.kind == ATTENTION and recorded.operator != FUSED
     return recorded.unit.site(recorded.operator, occurrence=recorded.occurrence if apart else 0)
+
+
+def _pattern(recorded: RecordedCall) -> Pattern | None:
+    """The audit's name for a wrong output; None where the host can't recompute it, or finds nothing wrong with it."""
+    operator, device = recorded.operator, recorded.tensors[1].device.type
+    with host_arithmetic(), contextlib.suppress(Unseen):
+        rows = Rows(_ROWS, 0, device)
+        found = recompute(operator, recorded.callee, recorded.args, recorded.kwargs, recorded.output, rows)
+        judgement = judge(found.y, found.reference, probabilities=operator == "softmax")
+        return classify(Evidence.of(operator, found, judgement)) if judgement.alarm else None
+    return None
 
 
 def _why_not_linear(recorded: RecordedCall) -> str:

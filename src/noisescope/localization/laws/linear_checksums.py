@@ -76,7 +76,7 @@ def _mean_strength(z: Tensor) -> float:
 
 
 def read_weights_back(recorded: RecordedCall, found: LawEvidence) -> None:
-    """Columns and permuted rows of a suspect's W, and its full output recomputed to classify the fault."""
+    """Columns and permuted rows of a suspect's W."""
     x, module = recorded.first_input, recorded.callee
     weight = weight_of(module)
     if weight is None or x is None:
@@ -104,6 +104,3 @@ def read_weights_back(recorded: RecordedCall, found: LawEvidence) -> None:
             squares = torch.full_like(expected, 16 * scale**2)
             floor = combination([got, expected], [squares, squares], width, base.dtype)
             found.add(floored(Law.WEIGHT_ROW_PERMUTATION, got - expected, floor.limit, scale))
-        found.facts.expected = host_products.linear(
-            x, weight, None, base.detach().cpu(), host_products.Rows(256, _SEED, x.device.type)
-        )

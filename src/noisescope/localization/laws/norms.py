@@ -24,7 +24,6 @@ from noisescope.localization.laws.call_results import (
     check_repeatability,
     exact,
     floored,
-    known_values,
     sampled_rows,
 )
 from noisescope.localization.laws.calls_with_other_inputs import probe, unbiased
@@ -93,7 +92,8 @@ def _keep_formula(
             return
         for drive in drives:
             _one_gain([(law, host_rows(z)[rows], host_rows(out)[rows]) for law, z, out in drive], formula, found)
-        _right_numbers(recorded, host_rows(x)[rows], whole[rows], formula, found, weights=weights)
+        if weights:
+            _stored_numbers(recorded, host_rows(x)[rows], whole[rows], formula, found)
 
 
 def _formula(recorded: RecordedCall) -> NormFormula | None:
@@ -191,18 +191,6 @@ def _one_gain(drive: list[tuple[Law, Tensor, Tensor]], formula: NormFormula, fou
         found.add(_explained(law, z, out, gains, formula))
 
 
-def _right_numbers(
-    recorded: RecordedCall, x: Tensor, y: Tensor, formula: NormFormula, found: LawEvidence, *, weights: bool
-) -> None:
-    """The expected output, by the estimated gains or, if weights are read, by the stored ones."""
-    n, _ = normalised(x, formula)
-    gains = _gains(y.double(), n)
-    if weights:
-        gains = _stored_gains(recorded, formula, gains, n, narrower(x.dtype, y.dtype), found)
-    dtype = narrower(x.dtype, y.dtype)
-    found.facts.expected = known_values(y, gains * n, _limit(x, n, gains, dtype, formula))
-
-
 def _limit(x: Tensor, n: Tensor, gains: Tensor, dtype: torch.dtype, formula: NormFormula) -> Tensor:
     """Two roundings to the dtype, one of the estimated gain, float32 sums and root, and the subtraction of the mean."""
     form, u = number_format(dtype), WORK_ROUNDOFF
@@ -241,15 +229,14 @@ def _stored(recorded: RecordedCall, formula: NormFormula) -> Tensor | None:
     return formula.parameters_of(recorded.callee)[0] if isinstance(recorded.callee, nn.Module) else None
 
 
-def _stored_gains(
-    recorded: RecordedCall, formula: NormFormula, gains: Tensor, n: Tensor, dtype: torch.dtype, found: LawEvidence
-) -> Tensor:
-    """Compare the estimated gains with the stored ones, and return those; the estimates if none can be read."""
-    weight = _stored(recorded, formula)
-    if weight is None or weight.numel() != gains.numel():
-        return gains
+def _stored_numbers(recorded: RecordedCall, x: Tensor, y: Tensor, formula: NormFormula, found: LawEvidence) -> None:
+    """Compare the estimated gains with the stored ones."""
+    weight, n = _stored(recorded, formula), normalised(x, formula)[0]
+    if weight is None or weight.numel() != n.shape[-1]:
+        return
+    gains = _gains(y.double(), n)
     stored = host_rows(weight.reshape(1, -1))[0].double() + (1 if formula.gain == "one_plus_weight" else 0)
-    form, u = number_format(dtype), WORK_ROUNDOFF
+    form, u = number_format(narrower(x.dtype, y.dtype)), WORK_ROUNDOFF
     # An input that is always 0 says nothing of its gain, nor does an output with few bits.
     gains = torch.where((n != 0).any(0) & ((stored * n).abs().amax(0) >= 2.0**form.least), gains, stored)
     limit = (8 * form.u + u * (16 + math.sqrt(gains.numel()))) * stored.abs() + 1e-30
@@ -258,4 +245,3 @@ def _stored_gains(
     floor = 8 * form.u / math.sqrt(gains.numel()) + u * (16 + math.sqrt(gains.numel()))
     strength = max(result.strength, abs(slope) / floor)
     found.add(replace(result, strength=strength, floor=floor))
-    return stored

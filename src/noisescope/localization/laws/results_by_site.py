@@ -184,7 +184,7 @@ def _suspect(entry: SiteResults) -> Suspect:
         f"{evidence}.",
         score=strongest + 0.1 * len(broken) - 1e-6 * entry.order,
         channels=pattern.channels,
-        period=lane_period(pattern.channels, entry.width, least=1.0) if entry.width else None,
+        period=pattern.period or (lane_period(pattern.channels, entry.width, least=1.0) if entry.width else None),
         details={
             "broken": {str(law): {"size": r.size, "floor": r.floor, "share": r.share} for law, r in broken.items()},
             "kept": kept,
