@@ -41,8 +41,8 @@ class JudgedModel:
 
 
 def conclude(log: AuditLog, judged: JudgedModel | None = None) -> Verdict:
-    """The verdict; without a model (a replay of a record) the coverage is empty."""
-    if not log.limits:
+    """The verdict; without a model (relations, a replay of a record) the coverage is empty."""
+    if not log.limits and not log.unseen:
         raise NothingInjected("the model ran, but none of its operators was observed: see `noisescope inspect`")
     suspects = ranked(in_all_layers(tuple(suspects_of(log)), judged_sites(log), log.anatomy))
     unseen = tuple(dict.fromkeys(site for sites in log.unseen.values() for site in sites))
@@ -151,7 +151,7 @@ def _suspect(log: AuditLog, alarm: Alarm, rank: int) -> Suspect:
         name, confidence = "noise", 0.9
     strong = judgement.strength > _STRONG
     certainty = 0.99 if strong else 0.9
-    evidence = f"{judgement.words}; {pattern.text}" + (f"; in {alarm.phase}" if alarm.phase else "")
+    evidence = "; ".join(filter(None, (judgement.words, pattern.text, alarm.phase and f"in {alarm.phase}")))
     if alarm.stale:
         evidence += "; the wrong elements hold another call's values"
     elif unrepeatable and name != "noise":

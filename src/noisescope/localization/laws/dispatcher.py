@@ -27,7 +27,7 @@ from noisescope.localization.laws.calls_with_other_inputs import (
     on_the_host,
     unbiased,
 )
-from noisescope.localization.laws.results_by_site import OPERATOR, SUBLAYER, RelationResults
+from noisescope.localization.laws.law_log import OPERATOR, SUBLAYER, LawLog
 from noisescope.localization.laws.table import Law
 from noisescope.localization.tensors import differing, host_rows, same_numbers
 from noisescope.model.anatomy import ATTENTION, CALLS, EXPERTS, ROUTER, Anatomy, Unit
@@ -42,18 +42,18 @@ Laws = Callable[[RecordedCall], LawEvidence | None]
 
 
 class LawDispatcher:
-    """Passes each call to its laws, and their results to `results`."""
+    """Passes each call to its laws, and their results to the log."""
 
     def __init__(
         self,
         anatomy: Anatomy,
-        results: RelationResults,
+        log: LawLog,
         *,
         causal: bool,
         weights: bool,
         places: frozenset[Place] | None,
     ) -> None:
-        self.anatomy, self.results = anatomy, results
+        self.anatomy, self.log = anatomy, log
         self.causal, self.weights, self.places = causal, weights, places
         self.mixture = any(unit.kind in (EXPERTS, ROUTER) or unit.component == "router" for unit in anatomy.units)
         self.quantised = False  # a linear was met that may round its input by what else is in the batch
@@ -141,13 +141,13 @@ class LawDispatcher:
         if own is None:
             whole = recorded.operator == ATTENTION_MODULE
             return LawEvidence(skipped=["laws of attention: its class does not run on the host"]) if whole else found
-        not_laws = {result.law for result in own.results if result.broken}
+        not_laws = own.broken.keys()
         if not not_laws:
             return found
         self.causal &= Law.CAUSALITY not in not_laws
         name = type(recorded.callee).__name__ if isinstance(recorded.callee, nn.Module) else recorded.operator
         skipped = [f"{law}: {name} does not satisfy it on the host either" for law in sorted(not_laws)]
-        results = [result for result in found.results if result.law not in not_laws]
+        results = {law: result for law, result in found.results.items() if law not in not_laws}
         return replace(found, results=results, skipped=[*found.skipped, *skipped])
 
     # -- modules
@@ -311,7 +311,7 @@ class LawDispatcher:
         level = SUBLAYER if recorded.operator in (ATTENTION_MODULE, MLP) else OPERATOR
         widths = [0 if t is None else t.shape[-1] for t in (x, y)]
         kind = f"{recorded.operator}, {widths[0]} to {widths[1]}"
-        self.results.add(site_of(recorded), found, level=level, kind=kind, width=widths[1])
+        self.log.add(site_of(recorded), found, level=level, kind=kind, width=widths[1])
 
 
 def site_of(recorded: RecordedCall) -> Site:

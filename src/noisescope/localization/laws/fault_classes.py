@@ -26,8 +26,8 @@ from torch import Tensor
 from noisescope.localization.classify import classify
 from noisescope.localization.error_pattern import Evidence, Pattern
 from noisescope.localization.host_products import Recomputed
-from noisescope.localization.judge import judge
-from noisescope.localization.laws.call_results import EvidenceFacts, LawResult
+from noisescope.localization.judge import Judgement, judge
+from noisescope.localization.laws.call_results import EvidenceFacts
 from noisescope.localization.laws.calls_with_other_inputs import ATTENTION_MODULE, MLP
 from noisescope.localization.laws.table import Law
 from noisescope.localization.roundoff_floors import Reference, number_format
@@ -42,7 +42,7 @@ _BEFORE_V = frozenset(
     {Law.CAUSALITY, Law.PROBABILITIES_SUM_TO_ONE, Law.KEY_SHIFT, Law.LOG_ODDS, Law.ROW_ORDER},
 )
 
-Broken = Mapping[Law, LawResult]
+Broken = Mapping[Law, Judgement]
 
 
 def place_and_class(site: Site, broken: Broken, facts: EvidenceFacts) -> tuple[Site, Pattern]:
@@ -120,7 +120,7 @@ def _unrepeatable(broken: Broken, facts: EvidenceFacts) -> Pattern | None:
 
 
 def _channels(broken: Broken) -> tuple[int, ...]:
-    return next((result.channels for result in broken.values() if result.channels), ())
+    return tuple(sorted(next((result.channels for result in broken.values() if result.channels), ())))
 
 
 def _by_laws(broken: Broken, facts: EvidenceFacts) -> Pattern:

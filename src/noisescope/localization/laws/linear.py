@@ -16,13 +16,10 @@ import torch
 from torch import Tensor
 
 from noisescope.localization.host_operators import host_arithmetic
+from noisescope.localization.judge import TINY, Judgement
 from noisescope.localization.laws.call_results import (
-    TINY,
     LawEvidence,
-    LawResult,
     check_repeatability,
-    exact,
-    floored,
     sampled_rows,
 )
 from noisescope.localization.laws.calls_with_other_inputs import attempt, probe
@@ -95,15 +92,15 @@ def examine(linear: Linear, y: Tensor | None) -> tuple[LawEvidence, Tensor]:
         else:
             squares = _additivity(linear, base, *parts, found)
         floor = combination([b, b], [_CARRIED * squares[rows]] * 2, linear.terms, base.dtype).limit
-        found.add(exact(Law.REPEAT, host_rows(repeat)[rows].double(), b, round_off=floor))
+        found.check(Law.REPEAT, host_rows(repeat)[rows].double(), b, round_off=floor)
         got = host_rows(scaled)[rows].double() / -factor
         # Stands for oddness as well until it breaks.
         law = Law.ODDNESS if factor == 1 else Law.SCALE_BY_TWO
-        found.add(exact(law, got, b, allowed=allowed(b, base.dtype), round_off=floor))
+        found.check(law, got, b, allowed(b, base.dtype), round_off=floor)
         if factor == 1:
             why = "the inputs range so widely that neither twice nor half of them fits the dtype"
             found.skipped.append(f"{Law.SCALE_BY_TWO}: {why}")
-        found.add(exact(Law.ZERO, host_rows(zero).double(), torch.zeros_like(host_rows(zero).double()), scale=size))
+        found.check(Law.ZERO, host_rows(zero).double(), torch.zeros_like(host_rows(zero).double()), scale=size)
         if nan is not None:
             _nan_passes(host_rows(nan)[: min(_NANS, x.shape[-1])].double(), found)
         if rolled is not None:
@@ -115,7 +112,7 @@ def examine(linear: Linear, y: Tensor | None) -> tuple[LawEvidence, Tensor]:
         if linear.channels:
             _statistics(linear, base, found)
         if not found.broken:
-            found.add(LawResult(Law.ODDNESS, 0.0, elements=b.numel()))
+            found.add(Judgement({Law.ODDNESS: 0.0}, tests=b.numel()))
     return found, base
 
 
@@ -190,9 +187,8 @@ def with_nans(x: Tensor, most: int = _NANS) -> Tensor:
 
 def _nan_passes(out: Tensor, found: LawEvidence) -> None:
     """An inner index whose NaN reaches no output is not part of the sum."""
-    result = exact(Law.NAN_PASSES, out, torch.full_like(out, math.nan))
-    words = f"{int((~out.isnan()).sum())} of {out.numel()} results are not NaN" if result.broken else ""
-    found.add(replace(result, words=words))
+    result = found.check(Law.NAN_PASSES, out, torch.full_like(out, math.nan))
+    result.said = f"{Law.NAN_PASSES}: {result.bad} of {out.numel()} results are not NaN"
 
 
 def _additivity(
@@ -207,14 +203,14 @@ def _additivity(
     here = squares[top]
     floor = combination(outputs, [here / 2, here / 2, here], linear.terms, base.dtype, short=here)
     error, scale = a + b - y, max(rms(y), TINY)
-    result = floored(Law.ADDITIVITY, error, floor.limit, scale)
+    result = found.check(Law.ADDITIVITY, a + b, y, floor.limit)
     usable = error.isfinite() & (floor.variance > 0) & _full_precision(outputs, base.dtype)
     if bool(usable.any()):
         means = _Means.of(error, outputs, floor, usable, base.dtype)
         if means.strength > 1:  # a sort that only a suspect pays for
             means = _Means.of(error, outputs, floor, usable & ~copies(outputs), base.dtype)
-        result = replace(result, strength=max(result.strength, means.strength), floor=math.sqrt(means.visible) / scale)
-    found.add(result)
+        result.raise_to(Law.ADDITIVITY, means.strength)
+        result.visible_share = math.sqrt(means.visible) / scale
     return squares
 
 
@@ -245,12 +241,11 @@ def _same_rows(law: Law, got: Tensor, expected: Tensor, squares: Tensor, terms: 
     rows = sampled_rows(expected)
     a, b = got[rows].double(), expected[rows].double()
     if same_numbers(a, b):
-        found.add(LawResult(law, 0.0, elements=a.numel()))
+        found.check(law, a, b)
         return
     own = squares[rows] * _CARRIED
     floor = combination([a, b], [own, own], terms, got.dtype, short=own)  # one row alone may have another kernel
-    both_nan = a.isnan() & b.isnan()
-    found.add(floored(law, torch.where(both_nan, 0.0, a - b), floor.limit, rms(b)))
+    found.check(law, a, b, floor.limit)
 
 
 def _statistics(linear: Linear, base: Tensor, found: LawEvidence) -> None:
@@ -274,10 +269,10 @@ def probe_suspect(linear: Linear, base: Tensor, found: LawEvidence) -> None:
     with host_arithmetic():
         rows = sampled_rows(base)
         y = steady[rows]
-        both = next(r for r in found.results if r.law in (Law.SCALE_BY_TWO, Law.ODDNESS))
-        found.results.remove(both)
-        for law, out, sign in ((both.law, double, factor), (Law.ODDNESS, minus, -1.0)):
-            result = exact(law, host_rows(out)[rows].double() / sign, y, allowed=allowed(y, base.dtype))
-            found.add(replace(both, law=law) if facts.random else result)
+        both = Law.SCALE_BY_TWO if Law.SCALE_BY_TWO in found.results else Law.ODDNESS
+        if not facts.random:
+            del found.results[both]
+            for law, out, sign in ((both, double, factor), (Law.ODDNESS, minus, -1.0)):
+                found.check(law, host_rows(out)[rows].double() / sign, y, allowed(y, base.dtype))
         if not linear.channels:  # for the class alone
             facts.statistics = measure(linear.view(base))
