@@ -165,11 +165,11 @@ class AuditLog:
                 self.difference(Difference(root, "output", path, got, recorded, None, root, None))
                 return
 
-    def difference(self, found: Difference) -> None:
-        """Record a tensor between modules that differs from what the code computes from the operators' outputs."""
+    def difference(self, found: Difference, site: Site | None = None) -> None:
+        """Record a tensor that is not what the code computes from operators' outputs; at its own site by default."""
         # What a module only passes on was changed between the call that gave it and whoever gets it.
         passed_on = found.tensor == "output" and found.source is not None
-        node, site = found.node, found.node.site("input" if passed_on else found.tensor)
+        node, site = found.node, site or found.node.site("input" if passed_on else found.tensor)
         order = node.order if found.tensor == "input" else node.ended
         if found.got.shape != found.expected.shape:
             shapes = f"{list(found.got.shape)} in place of {list(found.expected.shape)}"

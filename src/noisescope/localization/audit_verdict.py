@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -75,9 +75,6 @@ def _coverage(log: AuditLog, judged: JudgedModel) -> Coverage:
     for name in names:  # weights that another module shares and uses are not left out
         if name not in called and not all(id(p) in judged_weights for p in own[name]):
             reasons[name] = "not called in these forwards"
-    by_class: dict[tuple[str, str], list[str]] = {}
-    for name, reason in reasons.items():
-        by_class.setdefault((type(modules[name]).__name__, reason), []).append(name)
     ran = [name for name in names if name in called or name in reasons]
     weights = {id(p): p.numel() for name in ran for p in own[name]}
     return Coverage(
@@ -88,10 +85,18 @@ def _coverage(log: AuditLog, judged: JudgedModel) -> Coverage:
         multiply_adds=Share(
             sum(found.work[key] for key, done in found.calls.items() if done), sum(found.work.values())
         ),
-        not_judged=tuple(NotJudged(kind, tuple(those), reason) for (kind, reason), those in by_class.items()),
+        not_judged=not_judged(reasons, modules),
         cells=tuple(cells_of(log)),
         resolution=log.resolution.rows(),
     )
+
+
+def not_judged(reasons: Mapping[str, str], modules: Mapping[str, nn.Module]) -> tuple[NotJudged, ...]:
+    """Modules that were not judged, by class and reason."""
+    grouped: dict[tuple[str, str], list[str]] = {}
+    for name, reason in reasons.items():
+        grouped.setdefault((type(modules[name]).__name__, reason), []).append(name)
+    return tuple(NotJudged(kind, tuple(names), reason) for (kind, reason), names in grouped.items())
 
 
 def cells_of(log: AuditLog) -> Iterator[Cell]:

@@ -84,10 +84,7 @@ def relations(
         wrong = self_test_of(model, seed=seed)
         search = Search(model, anatomy, batches[0], weights=weights, places=wanted)
         search.log.remarks += [*remarks(model, batches[:1]), self_test_note(wrong)]
-        found = search.verdict(asked)
-    if not wrong:
-        return found
-    return replace(found, verdict="faulty", suspects=with_self_test(wrong, found.suspects))
+        return with_self_test(search.verdict(asked), wrong)
 
 
 def _checked(places: Iterable[Place] | None, anatomy: Anatomy) -> frozenset[Place] | None:
