@@ -9,10 +9,8 @@ Softmax: rows sum to 1, a shift of all scores changes nothing, log-odds are diff
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +21,7 @@ from noisescope.localization.laws.call_results import (
     LawEvidence,
     check_repeatability,
 )
-from noisescope.localization.laws.calls_with_other_inputs import probe
+from noisescope.localization.laws.calls_with_other_inputs import on_the_host, probe
 from noisescope.localization.laws.table import Law
 from noisescope.localization.roundoff_floors import WORK_ROUNDOFF, number_format, product_roundoff
 from noisescope.localization.tensors import host_rows, rms
@@ -44,7 +42,7 @@ def examine_activation(recorded: RecordedCall) -> LawEvidence:
     if z is None or y is None or y.shape != z.shape or not z.is_floating_point() or z.numel() < 2:
         return found
     call = recorded.again
-    elsewhere = _on_host(recorded)
+    host = on_the_host(recorded)
     moved = probe(z, lambda t: t.reshape(-1).roll(1).reshape(t.shape))
     rolled, repeat, minus = call(moved), call(z), call(probe(z, torch.neg))
     special = call(probe(z, _nan_and_zeros))
@@ -66,7 +64,8 @@ def examine_activation(recorded: RecordedCall) -> LawEvidence:
             (grid, swept, swept_back),
             *(() if fine is None or fine_swept is None else ((fine, *fine_swept),)),
         ):
-            result = _identity(host_rows(inputs), host_rows(forth), host_rows(back), elsewhere)
+            rows = (host_rows(each) for each in (inputs, forth, back))
+            result = None if host is None else _identity(*rows, host.again)
             if result is None:
                 found.skipped.append(f"{Law.ACTIVATION_IDENTITY}: not of the form z g(z) with g(z) + g(-z) = 1")
                 break
@@ -91,19 +90,6 @@ def _nan_and_zeros(z: Tensor) -> Tensor:
     flat = torch.zeros_like(z).reshape(-1)
     flat[0] = math.nan
     return flat.reshape(z.shape)
-
-
-def _on_host(recorded: RecordedCall) -> Callable[[Tensor], Tensor]:
-    """The same code on the host, outside every scope."""
-    callee: Any = recorded.callee
-    if isinstance(callee, nn.Module):
-        bare = copy.copy(callee)
-        bare.__dict__.pop("forward", None)
-        return lambda x: type(callee).forward(bare, x)
-    own = recorded.first_input
-    extra = {name: value for name, value in recorded.kwargs.items() if value is not own}
-    rest = tuple(value for value in recorded.args if value is not own)
-    return lambda x: callee(x, *rest, **extra)
 
 
 def _identity(z: Tensor, forth: Tensor, back: Tensor, elsewhere: Callable[[Tensor], Tensor]) -> Judgement | None:

@@ -206,29 +206,24 @@ def _additivity(
     result = found.check(Law.ADDITIVITY, a + b, y, floor.limit)
     usable = error.isfinite() & (floor.variance > 0) & _full_precision(outputs, base.dtype)
     if bool(usable.any()):
-        means = _Means.of(error, outputs, floor, usable, base.dtype)
-        if means.strength > 1:  # a sort that only a suspect pays for
-            means = _Means.of(error, outputs, floor, usable & ~copies(outputs), base.dtype)
-        result.raise_to(Law.ADDITIVITY, means.strength)
-        result.visible_share = math.sqrt(means.visible) / scale
+        strength, visible = _on_average(error, outputs, floor, usable, base.dtype)
+        if strength > 1:  # a sort that only a suspect pays for
+            strength, visible = _on_average(error, outputs, floor, usable & ~copies(outputs), base.dtype)
+        result.raise_to(Law.ADDITIVITY, strength)
+        result.visible_share = math.sqrt(visible) / scale
     return squares
 
 
-@dataclass(frozen=True)
-class _Means:
-    """What additivity shows on average, where single errors are within their limits."""
-
-    strength: float
-    visible: float  # mean square that would have broken the law
-
-    @classmethod
-    def of(cls, error: Tensor, outputs: list[Tensor], floor: Floor, usable: Tensor, dtype: torch.dtype) -> _Means:
-        error, variance = error[usable], floor.variance[usable]
-        own = Floor(floor.limit[usable], variance)
-        square, limit = float((error.square() / variance).mean()), mean_square_limit(len(error))
-        share, uncertainty = truncation_share(error, [values[usable] for values in outputs], [1, 1, -1], own, dtype)
-        by_share = (abs(share) - Z_MEAN * uncertainty) / _TRUNCATES
-        return cls(max(math.sqrt(square / limit), by_share), limit * float(variance.mean()))
+def _on_average(
+    error: Tensor, outputs: list[Tensor], floor: Floor, usable: Tensor, dtype: torch.dtype
+) -> tuple[float, float]:
+    """The strength of what additivity shows on average, and the mean square that would have broken the law."""
+    error, variance = error[usable], floor.variance[usable]
+    own = Floor(floor.limit[usable], variance)
+    square, limit = float((error.square() / variance).mean()), mean_square_limit(len(error))
+    share, uncertainty = truncation_share(error, [values[usable] for values in outputs], [1, 1, -1], own, dtype)
+    by_share = (abs(share) - Z_MEAN * uncertainty) / _TRUNCATES
+    return max(math.sqrt(square / limit), by_share), limit * float(variance.mean())
 
 
 def _full_precision(outputs: list[Tensor], dtype: torch.dtype) -> Tensor:
