@@ -148,8 +148,6 @@ def _ones(call: Attention, found: LawEvidence) -> None:
         if found.check(Law.PROBABILITIES_SUM_TO_ONE, *flat, unit="").alarm:
             within = got.amax(-1) - got.amin(-1)
             found.facts.ones = "channels" if float(within.max()) > 2 * float(limit.max()) else "rows"
-            found.facts.ones_size = float((got - 1).median())
-            found.facts.ones_spread = float((got - 1).std())
 
 
 def _single_key(call: Attention, found: LawEvidence) -> None:

@@ -34,8 +34,6 @@ class EvidenceFacts:
     statistics: Statistics = field(default_factory=Statistics)
     # fused attention and softmax
     ones: str = ""  # what breaks the sum of probabilities differs between "channels", or only between "rows"
-    ones_size: float = 0.0
-    ones_spread: float = 0.0
     shift_overflows: bool = False
     read: tuple[Tensor, Tensor, Tensor, float] | None = None  # probabilities, q, k, scale
     activation: str = "silu"  # of an MLP

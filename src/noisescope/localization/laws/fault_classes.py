@@ -17,7 +17,7 @@ probabilities sum to 1         a single key            the product with V; also 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -62,12 +62,19 @@ def place_and_class(site: Site, broken: Broken, facts: EvidenceFacts) -> tuple[S
     if after_softmax or not broken.keys() & _BEFORE_V:
         return replace(site, operator="matmul", occurrence=1), _classify(broken, facts)
     if Law.PROBABILITIES_SUM_TO_ONE in broken or not _in_scores(broken, facts):
-        softmax: Broken = {law: result for law, result in broken.items() if law == Law.ZERO or law not in _LINEARITY}
-        return replace(site, operator="softmax", occurrence=0), _softmax(softmax or broken, facts)
-    pattern = _unrepeatable(broken, facts)
-    if pattern is None:
-        pattern = _classify(broken, facts) if facts.read is None else _from_scores(*facts.read)
-    return replace(site, operator="matmul", occurrence=0), pattern
+        pattern = _inside(broken, facts, _from_probabilities)
+        if facts.shift_overflows:
+            pattern = Pattern("unknown", 0.5, "scores overflow: the maximum is not subtracted first")
+        elif pattern.fault_class == "dead lane" and Law.ROW_ORDER in broken:
+            pattern = Pattern("dead input lane", 0.6, "keys at some positions are left out of the sum")
+        return replace(site, operator="softmax", occurrence=0), pattern
+    return replace(site, operator="matmul", occurrence=0), _inside(broken, facts, _from_scores)
+
+
+def _inside(broken: Broken, facts: EvidenceFacts, name: Callable[..., Pattern]) -> Pattern:
+    """By the probabilities that were read back, if they were."""
+    known = _unrepeatable(broken, facts)
+    return known or (_classify(broken, facts) if facts.read is None else name(*facts.read))
 
 
 def _in_scores(broken: Broken, facts: EvidenceFacts) -> bool:
@@ -77,26 +84,6 @@ def _in_scores(broken: Broken, facts: EvidenceFacts) -> bool:
     if Law.KEY_SHIFT not in broken or facts.shift_overflows:
         return False
     return Law.LOG_ODDS not in broken or broken[Law.KEY_SHIFT].share > 0.2 * broken[Law.LOG_ODDS].share
-
-
-def _softmax(broken: Broken, facts: EvidenceFacts) -> Pattern:
-    pattern = _unrepeatable(broken, facts)
-    if pattern is not None:
-        return pattern
-    size, spread = facts.ones_size, facts.ones_spread
-    if Law.CAUSALITY in broken and Law.PROBABILITIES_SUM_TO_ONE not in broken:
-        return Pattern("unknown", 0.5, "masked keys reach the output")
-    if facts.shift_overflows:
-        return Pattern("unknown", 0.5, "scores overflow: the maximum is not subtracted first")
-    if Law.PROBABILITIES_SUM_TO_ONE in broken and Law.ROW_ORDER in broken and size <= 0:
-        return Pattern("dead input lane", 0.6, "keys at some positions are left out of the sum")
-    if Law.LOG_ODDS not in broken and Law.PROBABILITIES_SUM_TO_ONE in broken:
-        return Pattern("gain", 0.8) if abs(size) > 4 * spread else Pattern("accumulation", 0.6)
-    if Law.PROBABILITIES_SUM_TO_ONE not in broken and Law.LOG_ODDS in broken:
-        return Pattern(
-            "function table", 0.8, "exp itself is inaccurate: probabilities sum to 1, but their ratios are wrong"
-        )
-    return _classify(broken, facts) if facts.read is None else _from_probabilities(*facts.read)
 
 
 def _classify(broken: Broken, facts: EvidenceFacts) -> Pattern:

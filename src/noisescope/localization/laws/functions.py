@@ -175,8 +175,6 @@ def examine_softmax(recorded: RecordedCall) -> LawEvidence:
             limit = torch.full_like(total, 4 * u * (8 + math.sqrt(keys)) + 2 * form.u + slack)
             one = torch.ones_like(total)
             found.check(Law.PROBABILITIES_SUM_TO_ONE, *(t.flatten(1) for t in (total, one, limit)), unit="")
-            found.facts.ones_size = float((total - 1).median())
-            found.facts.ones_spread = float((total - 1).std()) if total.numel() > 1 else 0.0
         one = single.detach().cpu().double().flatten(1)
         found.check(Law.SINGLE_KEY, one, torch.ones_like(one), torch.full_like(one, 4 * form.u), unit="")
     if found.broken:
