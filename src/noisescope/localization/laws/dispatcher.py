@@ -118,7 +118,7 @@ class LawDispatcher:
                 if found is not None and found.broken and recorded.operator != MLP:
                     found = self._of_the_class(found, laws, recorded)
                 if found is not None and found.broken:
-                    found.facts.pattern = _pattern(recorded)
+                    found.facts.pattern = _pattern(recorded) or found.facts.pattern
             except Exception as error:  # third-party code may raise anything
                 found, why = None, f"raised {type(error).__name__} when called again"
             if before.restore():

@@ -34,6 +34,7 @@ from noisescope.localization.roundoff_floors import Reference, number_format
 from noisescope.sites import FUSED, Site
 
 _PROPORTIONAL = math.sqrt(2.2 * 12.7)
+_TINY_GAP = 2.0**-8  # of the rms: a gap this small is a flush to zero, a larger one a dead zone
 _SPARSE = 0.02  # of the elements, at most, that are spikes
 _SCALE_FREE = ("accumulation", "rounding mode", "truncation")  # they do to 2 x what they do to x
 _LINEARITY = frozenset({Law.ODDNESS, Law.ZERO, Law.SCALE_BY_TWO, Law.ADDITIVITY})
@@ -114,7 +115,14 @@ def _by_laws(broken: Broken, facts: EvidenceFacts) -> Pattern:
     """By the broken law that says most about the kind of fault, and by what the output looks like."""
     seen, channels = facts.statistics, _channels(broken)
     if broken.keys() & {Law.OUTPUT_STATISTICS, Law.ADDITIVITY}:
-        kinds = {"stuck bit": seen.stuck, "dead lane": seen.dead, "dead zone": seen.gap, "saturation": seen.ties > 2}
+        kinds = {
+            "truncation": len(seen.stuck) > 1 and set(seen.stuck) == {(bit, 0) for bit in range(len(seen.stuck))},
+            "stuck bit": seen.stuck,
+            "dead lane": seen.dead,
+            "flush to zero": 0 < seen.gap < _TINY_GAP * seen.rms,
+            "dead zone": seen.gap,
+            "saturation": seen.ties > 2,
+        }
         for name, found in kinds.items():
             if found:
                 return Pattern(name, 0.7, channels=channels)

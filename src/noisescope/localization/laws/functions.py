@@ -64,8 +64,9 @@ def examine_activation(recorded: RecordedCall) -> LawEvidence:
             (grid, swept, swept_back),
             *(() if fine is None or fine_swept is None else ((fine, *fine_swept),)),
         ):
-            rows = (host_rows(each) for each in (inputs, forth, back))
-            result = None if host is None else _identity(*rows, host.again)
+            result = None
+            if host is not None:
+                result = _identity(host_rows(inputs), host_rows(forth), host_rows(back), host.again)
             if result is None:
                 found.skipped.append(f"{Law.ACTIVATION_IDENTITY}: not of the form z g(z) with g(z) + g(-z) = 1")
                 break

@@ -15,7 +15,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from noisescope.localization.classify import classify
+from noisescope.localization.error_pattern import Evidence
 from noisescope.localization.host_operators import host_arithmetic
+from noisescope.localization.host_products import Recomputed
 from noisescope.localization.judge import TINY, Judgement
 from noisescope.localization.laws.call_results import (
     LawEvidence,
@@ -28,6 +31,7 @@ from noisescope.localization.laws.table import Law
 from noisescope.localization.roundoff_floors import (
     Z_MEAN,
     Floor,
+    Reference,
     combination,
     mean_square_limit,
     number_format,
@@ -38,7 +42,6 @@ from noisescope.localization.tensors import distinct_rows, host_rows, rms, same_
 
 _SEED = 5
 _PART = 0.7
-_ODD_ULPS = 1.0  # what a directed rounding leaves of f(x) + f(-x), halved
 _NANS = 32  # inner indices tried with a NaN: one of each lane of a unit up to 32 wide
 # Slack on S^2 that were carried over from other rows, by |x|^2. Null: right on average over rows, and too low where a
 # row has its large inputs at large weights; 16 covers a row whose S is four times what its norm says. Up to there 7
@@ -269,5 +272,8 @@ def probe_suspect(linear: Linear, base: Tensor, found: LawEvidence) -> None:
             del found.results[both]
             for law, out, sign in ((both, double, factor), (Law.ODDNESS, minus, -1.0)):
                 found.check(law, host_rows(out)[rows].double() / sign, y, allowed(y, base.dtype))
+        if Law.ODDNESS in found.broken and linear.channels and not facts.random:
+            mirrored = Recomputed(-host_rows(minus)[rows], Reference(y, (), exact=True))
+            facts.pattern = classify(Evidence.of("linear", mirrored, found.broken[Law.ODDNESS]))
         if not linear.channels:  # for the class alone
             facts.statistics = measure(linear.view(base))
