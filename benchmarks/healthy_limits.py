@@ -20,7 +20,7 @@ from noisescope.localization import audit_log
 from noisescope.localization.audit import audit
 from noisescope.localization.inputs import Batch, parts_of
 from noisescope.localization.judge import Judgement, judge
-from noisescope.localization.laws.results_by_site import MODEL, OPERATOR, SUBLAYER
+from noisescope.localization.laws.law_log import MODEL, OPERATOR, SUBLAYER
 from noisescope.localization.relations import Search
 from noisescope.model.forwards import evaluating
 from noisescope.testing import tiny_inputs, tiny_model
@@ -37,7 +37,7 @@ def of_relations(model: torch.nn.Module, batch: Batch) -> Iterator[Ratio]:
     with evaluating(model), torch.no_grad():
         search = Search(model, anatomy, batch, weights=True, places=None)
         search.verdict(())
-    for entry in search.results.sites.values():
+    for entry in search.log.sites.values():
         for law, result in entry.results.items():
             yield f"{LEVELS[entry.level]} {law}", result.strength
 

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from noisescope.localization.arithmetic_self_test import OPERATIONS, self_test, self_test_of, with_self_test
 from noisescope.localization.relations import relations
-from noisescope.localization.verdict import Suspect
+from noisescope.localization.verdict import Suspect, Verdict
 from noisescope.sites import DEVICE, ELEMENTWISE, Site, place_order
 from noisescope.testing import tiny_model
 
@@ -108,10 +108,11 @@ def test_relations_name_the_device_first_and_no_healthy_linear():
 def test_consequences_come_after_the_device():
     norm = Suspect(Site("norm", 0, "a"), "gain", 0.99, "off", 5.0)
     linear = Suspect(Site("linear", 0, "b"), "gain", 0.99, "off", 4.0)
-    assert with_self_test([], [linear, norm]) == (norm, linear)
+    found = Verdict("undecided", "audit", (norm, linear))
+    assert with_self_test(found, []) is found
     with Broken(PRODUCTS, enlarged):
         faults = self_test_of(tiny_model("gpt2"))
-    device, first, second = with_self_test(faults, [linear, norm])
+    device, first, second = with_self_test(found, faults).suspects
     assert device.site.place == DEVICE
     assert "probably caused by the device's multiply" in first.evidence
     assert second == linear

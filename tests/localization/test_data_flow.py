@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from noisescope.localization import data_flow
 from noisescope.localization.call_tree import Node
-from noisescope.localization.data_flow import About, about_difference, as_recomputed, judge_within, same_difference
+from noisescope.localization.data_flow import About, about_difference, as_recomputed, same_difference
 from noisescope.localization.error_pattern import Pattern
 from noisescope.localization.host_twin import Difference
+from noisescope.localization.judge import Judgement, judge_elements
 from noisescope.model.anatomy import ATTENTION, MODULE, Unit
 
 DRAW = torch.Generator().manual_seed(0)
@@ -156,22 +157,25 @@ def test_any_tensor_can_be_judged(value):
     assert recomputed.reference.exact and recomputed.y.numel() == value.numel()
 
 
+def judged_within(found: Difference) -> Judgement:
+    recomputed = as_recomputed(found)
+    return judge_elements(recomputed.y, recomputed.reference)
+
+
 def test_limits_are_those_of_the_code():
     got, expected = torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[1.0, 2.5, 3.0]])
     for size, bad in ((0.4, 1), (0.6, 0)):
-        judged = judge_within(as_recomputed(difference(got, expected, limit=torch.full((1, 3), size).double())))
+        judged = judged_within(difference(got, expected, limit=torch.full((1, 3), size).double()))
         assert (judged.bad, judged.alarm, judged.channels) == (bad, bool(bad), {1} if bad else set())
         assert judged.worst == 0.5 and judged.elements == 3
     spoiled = torch.tensor([[1.0, 2.0, torch.inf]])
-    judged = judge_within(as_recomputed(difference(spoiled, got, limit=torch.full((1, 3), 9.0).double())))
+    judged = judged_within(difference(spoiled, got, limit=torch.full((1, 3), 9.0).double()))
     assert (judged.nonfinite, judged.alarm) == (1, True)
 
 
 def test_sizes_are_told_where_nothing_belongs():
     """An index of 2 in place of 0 is no number of ulps beyond all sense."""
-    judged = judge_within(
-        as_recomputed(difference(torch.tensor([2]), torch.tensor([0]), limit=torch.zeros(1).double()))
-    )
+    judged = judged_within(difference(torch.tensor([2]), torch.tensor([0]), limit=torch.zeros(1).double()))
     assert judged.worst == 2 and judged.worst_ulp < 2**25
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import noisescope as ns
 from noisescope.errors import InvalidInput
-from noisescope.faults import StuckBit, faulty
+from noisescope.faults import Bias, StuckBit, Truncation, faulty
 from noisescope.localization.verdict import Verdict
 from noisescope.sites import Site
 from noisescope.testing import tiny_model
@@ -60,14 +60,15 @@ def test_auto_goes_on_with_relations_where_the_audit_is_blind(packed):
     assert verdict.smallest_visible["linear"] == audited.smallest_visible["linear"]
 
 
-def test_auto_finds_a_fault_where_the_audit_is_blind(packed):
+@pytest.mark.parametrize("fault", [StuckBit(20), Bias(0.05), Truncation(10)], ids=lambda fault: fault.family)
+def test_auto_finds_a_fault_where_the_audit_is_blind(packed, fault):
     """The module and the class come from the laws that it breaks."""
     module = "model.layers.1.mlp.down_proj"
-    with faulty(packed, StuckBit(20), 1, operator="linear", module=module):
+    with faulty(packed, fault, 1, operator="linear", module=module):
         verdict = ns.locate(packed, quick=True)
     first = verdict.suspects[0]
     assert (verdict.verdict, verdict.method) == ("faulty", "auto: audit, relations")
-    assert (first.site.module, first.fault_class) == (module, "stuck bit")
+    assert (first.site.module, first.fault_class) == (module, fault.fault_class)
 
 
 def test_packed_weights_are_judged_by_the_code_of_their_class(packed):

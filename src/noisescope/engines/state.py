@@ -19,7 +19,8 @@ from torch import Tensor
 
 from noisescope.comparison.system_comparison import Setting
 from noisescope.engines.protocol import Engine
-from noisescope.localization.weight_difference import Difference, bits_of, difference
+from noisescope.localization.tensors import bits_of
+from noisescope.localization.weight_difference import Difference, difference
 
 _BLOCK = re.compile(r"(?:^|\.)(?:layers|h|blocks|layer)\.(\d+)\.")
 _MANY = 0.5  # of the blocks: such a model is another checkpoint, and not one with a stale layer

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ from noisescope.localization.host_products import Recomputed
 from noisescope.localization.judge import Judgement, judge
 from noisescope.localization.roundoff_floors import Reference, number_format
 from noisescope.localization.tensors import differing
-from noisescope.localization.verdict import Suspect, ranked
+from noisescope.localization.verdict import Suspect, Verdict, ranked
 from noisescope.sites import DEVICE, ELEMENTWISE, Site
 
 Operation = Callable[[Tensor, Tensor, Tensor], Tensor]  # of two tensors, and of indices of the last dimension but one
@@ -239,13 +239,14 @@ def _joined(faults: list[ArithmeticFault]) -> ArithmeticFault:
 # -- suspects
 
 
-def with_self_test(faults: Iterable[ArithmeticFault], suspects: Iterable[Suspect]) -> tuple[Suspect, ...]:
+def with_self_test(found: Verdict, faults: Sequence[ArithmeticFault]) -> Verdict:
     """Put the self-test's suspects first, and mark later suspects that use a wrong operation as a consequence."""
-    found = list(faults)
-    names = " and ".join(fault.operation for fault in found)
-    own = [_suspect(fault, number) for number, fault in enumerate(found)]
-    later = [_as_consequence(suspect, names) if found else suspect for suspect in suspects]
-    return ranked((*own, *later))
+    if not faults:
+        return found
+    names = " and ".join(fault.operation for fault in faults)
+    own = [_suspect(fault, number) for number, fault in enumerate(faults)]
+    later = [_as_consequence(suspect, names) for suspect in found.suspects]
+    return dataclasses.replace(found, verdict="faulty", suspects=ranked((*own, *later)))
 
 
 def _suspect(fault: ArithmeticFault, number: int) -> Suspect:

@@ -112,10 +112,7 @@ def audit(
             if not quick:
                 run.call_alone(seed)
                 run.drive(workloads[0].inputs, seed)
-    found = conclude(run.log, run.judged_model())
-    if not faults:
-        return found
-    return dataclasses.replace(found, verdict="faulty", suspects=with_self_test(faults, found.suspects))
+    return with_self_test(conclude(run.log, run.judged_model()), faults)
 
 
 def _remarks(subject: Subject | nn.Module, model: nn.Module, workloads: list[Workload]) -> list[str]:

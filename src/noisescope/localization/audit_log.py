@@ -25,7 +25,6 @@ from noisescope.localization.data_flow import (
     NonFiniteOrigin,
     about_difference,
     as_recomputed,
-    judge_within,
     same_difference,
 )
 from noisescope.localization.driven_judgement import Driven
@@ -34,7 +33,7 @@ from noisescope.localization.host_copies import tensors_in
 from noisescope.localization.host_operators import Unseen, recompute
 from noisescope.localization.host_products import Recomputed, Rows
 from noisescope.localization.host_twin import Comparison, Difference
-from noisescope.localization.judge import Judgement, judge
+from noisescope.localization.judge import Judgement, judge, judge_elements
 from noisescope.localization.resolution import ResolutionTable, too_coarse
 from noisescope.localization.tensors import bits_of, differing, on_host
 from noisescope.model.anatomy import Anatomy
@@ -166,11 +165,11 @@ class AuditLog:
                 self.difference(Difference(root, "output", path, got, recorded, None, root, None))
                 return
 
-    def difference(self, found: Difference) -> None:
-        """Record a tensor between modules that differs from what the code computes from the operators' outputs."""
+    def difference(self, found: Difference, site: Site | None = None) -> None:
+        """Record a tensor that is not what the code computes from operators' outputs; at its own site by default."""
         # What a module only passes on was changed between the call that gave it and whoever gets it.
         passed_on = found.tensor == "output" and found.source is not None
-        node, site = found.node, found.node.site("input" if passed_on else found.tensor)
+        node, site = found.node, site or found.node.site("input" if passed_on else found.tensor)
         order = node.order if found.tensor == "input" else node.ended
         if found.got.shape != found.expected.shape:
             shapes = f"{list(found.got.shape)} in place of {list(found.expected.shape)}"
@@ -183,7 +182,8 @@ class AuditLog:
         if found.limit is None:
             self._judge(site, recomputed, order, node=node, about=about)
         else:
-            self._alarm(site, recomputed, judge_within(recomputed), order, node=node, about=about)
+            judgement = judge_elements(recomputed.y, recomputed.reference)
+            self._alarm(site, recomputed, judgement, order, node=node, about=about)
 
     def gradient(
         self, site: Site, found: Recomputed, judgement: Judgement, node: Node, about: About | None = None
@@ -281,7 +281,7 @@ class AuditLog:
             site.tensor == "input" and site.phase == "forward"
         ):  # the operator tells heads from tokens, but has no part in what is wrong
             evidence = dataclasses.replace(evidence, operator="residual")
-        if before is not None:  # other data, or the same again: does one call hold what belongs to the other?
+        if before is not None and before.evidence is not None:  # does one call hold what belongs to the other?
             before.stale |= is_stale(before.evidence, evidence) or is_stale(evidence, before.evidence)
         if judgement.alarm and about is not None:
             self.made.setdefault(site, {}).setdefault(about.made, judgement.words)
@@ -308,7 +308,7 @@ class Alarm:
     order: int
     judgement: Judgement
     pattern: Pattern
-    evidence: Evidence  # what belongs there: another call may hold it
+    evidence: Evidence | None = None  # what belongs there: another call may hold it
     stale: bool = False
     phase: str = ""  # in which it was strongest
 
@@ -320,7 +320,7 @@ class DetectionLimit:
     Of several calls at a site the most sensitive counts; of several sites the least sensitive.
     """
 
-    sites: dict[Site, tuple[float, float, float]] = field(default_factory=dict)  # element and mean in ulp, gain
+    sites: dict[Site, Any] = field(default_factory=dict)  # element and mean in ulp, gain
 
     def add(self, site: Site, judgement: Judgement) -> None:
         now = (judgement.visible_element, judgement.visible_mean, judgement.visible_gain)
@@ -329,7 +329,7 @@ class DetectionLimit:
 
     def without(self, sites: Collection[Site]) -> DetectionLimit:
         """Of the other sites: what a faulty one computes says nothing about what would have shown there."""
-        return DetectionLimit({site: found for site, found in self.sites.items() if site not in sites})
+        return dataclasses.replace(self, sites={at: found for at, found in self.sites.items() if at not in sites})
 
     def to_dict(self) -> dict[str, Any]:
         """As a dictionary, with None for what was undetectable (the mean of one row), because JSON has no infinity."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -41,8 +41,8 @@ class JudgedModel:
 
 
 def conclude(log: AuditLog, judged: JudgedModel | None = None) -> Verdict:
-    """The verdict; without a model (a replay of a record) the coverage is empty."""
-    if not log.limits:
+    """The verdict; without a model (relations, a replay of a record) the coverage is empty."""
+    if not log.limits and not log.unseen:
         raise NothingInjected("the model ran, but none of its operators was observed: see `noisescope inspect`")
     suspects = ranked(in_all_layers(tuple(suspects_of(log)), judged_sites(log), log.anatomy))
     unseen = tuple(dict.fromkeys(site for sites in log.unseen.values() for site in sites))
@@ -75,9 +75,6 @@ def _coverage(log: AuditLog, judged: JudgedModel) -> Coverage:
     for name in names:  # weights that another module shares and uses are not left out
         if name not in called and not all(id(p) in judged_weights for p in own[name]):
             reasons[name] = "not called in these forwards"
-    by_class: dict[tuple[str, str], list[str]] = {}
-    for name, reason in reasons.items():
-        by_class.setdefault((type(modules[name]).__name__, reason), []).append(name)
     ran = [name for name in names if name in called or name in reasons]
     weights = {id(p): p.numel() for name in ran for p in own[name]}
     return Coverage(
@@ -88,10 +85,18 @@ def _coverage(log: AuditLog, judged: JudgedModel) -> Coverage:
         multiply_adds=Share(
             sum(found.work[key] for key, done in found.calls.items() if done), sum(found.work.values())
         ),
-        not_judged=tuple(NotJudged(kind, tuple(those), reason) for (kind, reason), those in by_class.items()),
+        not_judged=not_judged(reasons, modules),
         cells=tuple(cells_of(log)),
         resolution=log.resolution.rows(),
     )
+
+
+def not_judged(reasons: Mapping[str, str], modules: Mapping[str, nn.Module]) -> tuple[NotJudged, ...]:
+    """Modules that were not judged, by class and reason."""
+    grouped: dict[tuple[str, str], list[str]] = {}
+    for name, reason in reasons.items():
+        grouped.setdefault((type(modules[name]).__name__, reason), []).append(name)
+    return tuple(NotJudged(kind, tuple(names), reason) for (kind, reason), names in grouped.items())
 
 
 def cells_of(log: AuditLog) -> Iterator[Cell]:
@@ -151,7 +156,7 @@ def _suspect(log: AuditLog, alarm: Alarm, rank: int) -> Suspect:
         name, confidence = "noise", 0.9
     strong = judgement.strength > _STRONG
     certainty = 0.99 if strong else 0.9
-    evidence = f"{judgement.words}; {pattern.text}" + (f"; in {alarm.phase}" if alarm.phase else "")
+    evidence = "; ".join(filter(None, (judgement.words, pattern.text, alarm.phase and f"in {alarm.phase}")))
     if alarm.stale:
         evidence += "; the wrong elements hold another call's values"
     elif unrepeatable and name != "noise":

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from noisescope.localization.audit_verdict import cells_of, in_all_layers, judged_sites, suspects_of
+from noisescope.localization.audit_verdict import cells_of, in_all_layers, judged_sites, not_judged, suspects_of
 from noisescope.localization.backward import BackwardAudit
-from noisescope.localization.coverage import BACKWARD, BackwardCoverage, Coverage, NotJudged, Share
+from noisescope.localization.coverage import BACKWARD, BackwardCoverage, Coverage, Share
 from noisescope.localization.verdict import Verdict, ranked
 
 _FORWARDS = 3  # that a forward with its backward costs
@@ -46,7 +46,7 @@ def _coverage(forward: Coverage, found: BackwardAudit) -> Coverage:
     gradients = BackwardCoverage(
         modules=Share(len(names) - len(open_ones), len(names)),
         parameters=Share(sum(each.judged for each in parameters), sum(each.total for each in parameters)),
-        not_judged=tuple(_not_judged(open_ones, found)),
+        not_judged=not_judged(open_ones, dict(found.model.named_modules())),
     )
     cells = [dataclasses.replace(cell, operator=f"{cell.operator}, {BACKWARD}") for cell in cells_of(found.log)]
     shapes = "backward: other shapes, padding and dropout (the model runs in evaluation mode)"
@@ -57,11 +57,3 @@ def _coverage(forward: Coverage, found: BackwardAudit) -> Coverage:
         cells=(*forward.cells, *cells),
         backward=gradients,
     )
-
-
-def _not_judged(reasons: dict[str, str], found: BackwardAudit) -> list[NotJudged]:
-    modules = dict(found.model.named_modules())
-    grouped: dict[tuple[str, str], list[str]] = {}
-    for name, reason in reasons.items():
-        grouped.setdefault((type(modules[name]).__name__, reason), []).append(name)
-    return [NotJudged(kind, tuple(names), reason) for (kind, reason), names in grouped.items()]

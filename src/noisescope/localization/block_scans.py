@@ -29,11 +29,9 @@ import torch
 from torch import nn
 
 from noisescope.errors import InvalidInput, NothingInjected, unknown
-from noisescope.localization.block_statistics import PROFILES, Failure, Readings, Scanner
-from noisescope.localization.classify import classify
-from noisescope.localization.error_pattern import Evidence
+from noisescope.localization.audit_verdict import suspects_of
+from noisescope.localization.block_statistics import PROFILES, Readings, Scanner
 from noisescope.localization.inputs import batches_for, parts_of
-from noisescope.localization.judge import judge
 from noisescope.localization.verdict import Suspect, Verdict, ranked
 from noisescope.model.anatomy import Anatomy
 from noisescope.model.forwards import evaluating
@@ -103,15 +101,18 @@ def conclude(
     limit = z_limit(len(layers), sum(len(_SIDES[name]) for name in profiles), false_alarms)
     odd = _odd_layers(profiles, limit)
     unstable = {layer for layer in results.unstable if results.instability[layer] > rounding}
-    certain = unstable | set(results.failures)
+    broken = {site.place for site in results.log.alarms if isinstance(site.place, int)}
+    results.log.unrepeatable |= {_site(anatomy, layer) for layer in unstable}
+    certain = unstable | broken
     unaccounted = {at for at in odd if "bookkeeping" not in which or at in results.unknown} - certain
     suspects = [
-        *(_broken(anatomy, failure, results) for failure in results.failures.values()),
-        *(_unrepeatable(anatomy, layer, results) for layer in unstable - set(results.failures)),
+        *(dataclasses.replace(s, details={**s.details, "scan": "bookkeeping"}) for s in suspects_of(results.log)),
+        *(_unrepeatable(anatomy, layer, results) for layer in unstable - broken),
         *(_odd(anatomy, layer, odd[layer], limit) for layer in unaccounted),
     ]
     suspects = [dataclasses.replace(s, details={**s.details, **_numbers(s, profiles, results)}) for s in suspects]
-    verdict = "faulty" if certain else "undecided" if unaccounted or results.unknown else "healthy"
+    left_open = unaccounted or results.unknown or results.log.unseen
+    verdict = "faulty" if certain else "undecided" if left_open else "healthy"
     visible = _visible(results, which, profiles, limit, rounding)
     notes = tuple(_notes(results, odd, certain | unaccounted, limit))
     tests = len(which) * len(anatomy.blocks)
@@ -161,28 +162,10 @@ def _odd_layers(profiles: Mapping[str, Profile], limit: float) -> dict[int, tupl
     return odd
 
 
-def _broken(anatomy: Anatomy, failure: Failure, results: Readings) -> Suspect:
-    judgement = judge(failure.recomputed.y, failure.recomputed.reference)
-    pattern = classify(Evidence.of("residual", failure.recomputed, judgement))
-    name = pattern.fault_class
-    if failure.layer in results.unstable and name != "spike":
-        name = "noise"
-    evidence = (
-        f"bookkeeping: {judgement.words}; {pattern.text}; expected what {failure.code} computes from its modules' "
-        f"outputs"
-    )
-    details = {"scan": "bookkeeping", "bad": judgement.bad, "elements": judgement.elements, **pattern.details}
-    score = 3 - failure.layer / len(anatomy.blocks)  # the first in the order of computation
-    site = _site(anatomy, failure.layer)
-    sure = pattern.confidence if name == pattern.fault_class else 0.9
-    found = (pattern.channels, pattern.period, details, sure, pattern.rows, pattern.row_words)
-    return Suspect(site, name, 0.99, evidence, score, *found)
-
-
 def _unrepeatable(anatomy: Anatomy, layer: int, results: Readings) -> Suspect:
     size = results.instability[layer]
     evidence = f"instability: the same input gave outputs that differ by {size:.3g} of their std"
-    score = 2 - layer / len(anatomy.blocks)
+    score = 1 - 0.4 * layer / len(anatomy.blocks)  # after blocks with a wrong sum
     return Suspect(
         _site(anatomy, layer), "noise", 0.95, evidence, score, details={"scan": "instability"}, class_confidence=0.9
     )
@@ -194,7 +177,7 @@ def _odd(anatomy: Anatomy, layer: int, found: tuple[str, float, float], limit: f
         f"{name}: {value:.3g}, z {z:+.1f} among the layers (limit {limit:.1f}); healthy models can have such layers too"
     )
     kind = _CLASSES[name, 1 if z > 0 else -1]
-    score = abs(z) / (abs(z) + limit)
+    score = 0.5 * abs(z) / (abs(z) + limit)
     details = {"scan": name, "z": z}
     return Suspect(_site(anatomy, layer), kind, 0.3, evidence, score, details=details, class_confidence=0.3)
 

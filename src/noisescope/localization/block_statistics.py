@@ -26,9 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from noisescope.localization.data_flow import BlockFlow, as_recomputed, flow_in_blocks
+from noisescope.localization.audit_log import AuditLog
+from noisescope.localization.data_flow import BlockFlow, flow_in_blocks
 from noisescope.localization.host_operators import host_arithmetic
-from noisescope.localization.host_products import Recomputed
 from noisescope.localization.tensors import host_rows, on_host, same_numbers
 from noisescope.model.anatomy import Anatomy
 from noisescope.model.forwards import without_cache
@@ -40,23 +40,14 @@ _BINS = 100
 _FLOOR = 1e-12
 
 
-@dataclass(frozen=True)
-class Failure:
-    """A block whose output differs from what its code computes from its modules' outputs."""
-
-    layer: int
-    code: str  # its class
-    recomputed: Recomputed
-
-
 @dataclass
 class Readings:
     """All measured values, by scan and layer."""
 
+    log: AuditLog  # of blocks whose output differs from what their code computes from their modules' outputs
     profiles: dict[str, dict[int, list[float]]] = field(default_factory=lambda: {name: {} for name in PROFILES})
     instability: dict[int, float] = field(default_factory=dict)
     unstable: set[int] = field(default_factory=set)  # the same input, bit for bit, gave another output
-    failures: dict[int, Failure] = field(default_factory=dict)  # the first of each block
     unknown: set[int] = field(default_factory=set)  # blocks whose code can't be run on the host
     elements: int = 0  # compared by bookkeeping
     forwards: float = 0.0
@@ -71,7 +62,7 @@ class Scanner:
         blocks = tuple(unit for unit in anatomy.units if unit.operators == ("residual",))
         self._anatomy = dataclasses.replace(anatomy, units=blocks)
         self.which = which
-        self.results = Readings()
+        self.results = Readings(AuditLog(anatomy, rows=0, seed=seed))
         self._generator = torch.Generator("cpu").manual_seed(seed)
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}  # x and y [R, C] of the first run of a batch
         self._seen: set[int] = set()
@@ -103,8 +94,7 @@ class Scanner:
             if flow.problem:
                 self.results.unknown.add(layer)
             for difference in flow.differences[:1]:
-                failure = Failure(layer, type(difference.inside.callee).__name__, as_recomputed(difference))
-                self.results.failures.setdefault(layer, failure)
+                self.results.log.difference(difference, flow.unit.site("residual"))
 
     def _on_block(self, call: RecordedCall) -> None:
         layer, x, y = call.unit.place, call.first_input, call.output_tensor

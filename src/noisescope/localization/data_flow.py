@@ -6,7 +6,6 @@ Also traces NaN and infinity to the first output of a forward that contains any.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +19,6 @@ from noisescope.localization.host_copies import HostStates, tensors_in
 from noisescope.localization.host_operators import host_arithmetic
 from noisescope.localization.host_products import Recomputed
 from noisescope.localization.host_twin import Comparison, Difference, HostTwin
-from noisescope.localization.judge import Judgement
 from noisescope.localization.roundoff_floors import Reference, number_format
 from noisescope.localization.tensors import differing
 from noisescope.model.anatomy import ATTENTION, Anatomy, Unit
@@ -141,26 +139,6 @@ def as_recomputed(found: Difference) -> Recomputed:
     if limit is not None:
         reference = Reference(expected, (limit / 2,))  # the judge allows twice a bound
     return Recomputed(got, reference, lead=lead, rows=chosen)
-
-
-def judge_within(recomputed: Recomputed) -> Judgement:
-    """Check elements against their limits; means and bits of such code have no known null distribution."""
-    y, reference = recomputed.y.double(), recomputed.reference
-    limit = 2 * reference.bound
-    error = (y - reference.values).abs()
-    finite = error.isfinite()
-    one_sided = y.isfinite() != reference.values.isfinite()
-    beyond = (error > limit) | one_sided
-    result = Judgement(elements=y.numel(), tests=y.numel())
-    result.bad, result.nonfinite = int(beyond.sum()), int(one_sided.sum())
-    result.channels = set(beyond.any(0).nonzero().flatten().tolist())
-    result.worst = float(torch.where(finite, error, 0.0).max())
-    form = number_format(recomputed.y.dtype)
-    larger = torch.where(finite, torch.maximum(y.abs(), reference.values.abs()), 0.0)
-    result.worst_ulp = float(torch.where(finite, error / form.ulp(larger), 0.0).max())
-    result.strengths["element"] = float(torch.where(finite, error / limit.clamp_min(1e-300), 0.0).max())
-    result.strengths["non-finite"] = math.inf if result.nonfinite else 0.0
-    return result
 
 
 # -- blocks alone, for locators that look at nothing else between operators

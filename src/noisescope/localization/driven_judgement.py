@@ -28,6 +28,7 @@ from noisescope.localization.call_tree import Node
 from noisescope.localization.driven_operators import DrivenNorm, DrivenWeights
 from noisescope.localization.error_pattern import Pattern
 from noisescope.localization.formula_recognition import NormFormula, norm_formula
+from noisescope.localization.function_pattern import is_smooth
 from noisescope.localization.host_operators import norm_by
 from noisescope.localization.host_products import Recomputed, Rows
 from noisescope.localization.host_twin import HostTwin
@@ -40,7 +41,7 @@ from noisescope.localization.roundoff_floors import (
     number_format,
     operand_bits,
 )
-from noisescope.localization.tensors import on_host
+from noisescope.localization.tensors import on_host, rms
 
 _SHARE = 1 / 32  # of a unit of round-off, that a norm may be off by in all of a row
 _EXP = 2.0**-13  # relative
@@ -49,7 +50,6 @@ _DEPTHS = 8  # parts of what lies further below
 _LEAN = 1 / 16  # of u: rounded weights of one part of an octave need not cancel
 _RUNS, _HOST_ROWS = 4, 64  # of the class's code under random rounding
 _SEEN, _LEAST = 1.25, 0.1  # times the variance that is seen; of the round-off model's
-_SMOOTH = 0.5  # of the variance: what neighbours along the input may differ by, squared and halved
 _LARGEST = 1e3  # times the limit: errors that say nothing more
 
 
@@ -97,7 +97,7 @@ def judge_norm(call: DrivenNorm, twin: HostTwin, known: dict[tuple[object, ...],
             judgement.strengths = {"driven": min(strength, _LARGEST)}
             one = float(error.median())
             judgement.said = (
-                f"driven with {len(size)} synthetic rows, each row's {name} is off by {_percent(_rms(size))} (rms), "
+                f"driven with {len(size)} synthetic rows, each row's {name} is off by {_percent(rms(size))} (rms), "
                 f"{_percent(mean, sign=True)} on average; rounding explains at most {_percent(one)}"
             )
             pattern = _norm_pattern(name, size, _mean_square(call, formula), mean if scattered <= 1 else None)
@@ -170,18 +170,11 @@ def _norm_pattern(name: str, size: Tensor, square: Tensor, constant: float | Non
     """The fault pattern; `constant` is the error that all rows share, if any."""
     if name == "mean":
         return Pattern("accumulation", 0.7, "as when the mean is computed in too few bits")
-    if _is_smooth(size, torch.remainder(square[: len(size)].log2(), 2.0)):
+    if is_smooth(size, torch.remainder(square[: len(size)].log2(), 2.0)):
         return Pattern("function table", 0.8, "as when rsqrt of the row's mean square is inaccurate")
     if constant is not None:
         return Pattern("gain", 0.7, f"multiplied by {1 + constant:.5g}")
     return Pattern("accumulation", 0.7, "as when the mean square or its root is computed in too few bits")
-
-
-def _is_smooth(values: Tensor, along: Tensor) -> bool:
-    """Whether nearby inputs have similar errors."""
-    ordered = values[along.argsort()]
-    spread = float(ordered.var())
-    return spread > 0 and float(ordered.diff().square().mean()) / 2 < _SMOOTH * spread
 
 
 # -- exponentials
@@ -238,10 +231,6 @@ def _parts(depth: Tensor) -> list[Tensor]:
     edges = torch.linspace(float(depth[deep].min()), float(depth.max()) + 1e-9, _DEPTHS + 1, dtype=torch.float64)
     found += [deep & (depth >= low) & (depth < high) for low, high in itertools.pairwise(edges)]
     return [part for part in found if int(part.sum()) >= 16]
-
-
-def _rms(values: Tensor) -> float:
-    return float(values.square().mean().sqrt())
 
 
 def _percent(value: float, *, sign: bool = False) -> str:

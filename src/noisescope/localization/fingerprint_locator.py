@@ -41,7 +41,7 @@ from noisescope.localization.fingerprint_match import (
     settings,
     sketch,
 )
-from noisescope.localization.inputs import parts_of, recorded
+from noisescope.localization.inputs import chosen_layers, parts_of, recorded
 from noisescope.localization.verdict import Suspect, Verdict, ranked
 from noisescope.model.anatomy import Anatomy
 from noisescope.model.forwards import Prompts
@@ -96,7 +96,7 @@ def fingerprint(
         check_comparable(good, suspect)
     logits, clean = _logits(suspect), None if good is None else _logits(good)
     faults = tuple(settings(mode, families, sizes, seed))
-    chosen = _layers(layers, len(anatomy.blocks))
+    chosen = chosen_layers(layers, len(anatomy.blocks))
     with TrialRunner(model, anatomy, batches_of(suspect), draws=draws) as runner:
         return explained(runner, logits, clean, mode=mode, faults=faults, layers=chosen)
 
@@ -218,10 +218,3 @@ def _suspect(anatomy: Anatomy, layer: int, fit: Fit) -> Suspect:
     }
     site = Site("residual", layer, anatomy.blocks[layer])
     return Suspect(site, kind, fit.confidence, evidence, fit.score, details=details, class_confidence=fit.confidence)
-
-
-def _layers(layers: Iterable[int] | None, blocks: int) -> tuple[int, ...]:
-    chosen = tuple(range(blocks)) if layers is None else tuple(sorted(set(layers)))
-    if not chosen or not 0 <= chosen[0] <= chosen[-1] < blocks:
-        raise InvalidInput(f"layers {list(chosen)} are out of range: the model has blocks 0 to {blocks - 1}")
-    return chosen

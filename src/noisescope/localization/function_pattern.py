@@ -137,11 +137,16 @@ def function_pattern(e: Evidence) -> Pattern | None:
     inside = inside & error.isfinite()
     if int(inside.sum()) < 64:
         return None
-    along = error[inside][x[inside].argsort()]
-    spread = float(along.var())
-    if spread == 0 or float(along.diff().square().mean()) / 2 > _SMOOTH * spread:
+    if not is_smooth(error[inside], x[inside]):
         return None
     return Pattern("function table", 0.85, "the error is a function of the input")
+
+
+def is_smooth(errors: Tensor, along: Tensor) -> bool:
+    """Whether nearby inputs have similar errors."""
+    ordered = errors[along.argsort()]
+    spread = float(ordered.var())
+    return spread > 0 and float(ordered.diff().square().mean()) / 2 <= _SMOOTH * spread
 
 
 def remaining(e: Evidence) -> Pattern | None:

@@ -55,6 +55,16 @@ class GradientCalls:
         found = self._arrived.get((node.order, side, path))
         return None if found is None else found.wait()
 
+    def arrived(self, node: Node, side: str, path: str) -> Tensor:
+        """The gradient there; zeros if none arrived, as in autograd."""
+        found = self.gradient(node, side, path)
+        return torch.zeros_like(self.tapped(node, side)[path]) if found is None else found
+
+    def sole_gradient(self, node: Node, side: str) -> Tensor | None:
+        """The gradient of the only tensor that a call takes or returns; None if it can have none."""
+        tapped = self.tapped(node, side)
+        return self.arrived(node, side, next(iter(tapped))) if len(tapped) == 1 else None
+
     def nbytes(self) -> int:
         calls = sum(x.nbytes for node in self.tree.nodes for _, x in tensors_in((node.args, node.output)))
         return calls + sum(found.wait().nbytes for found in self._arrived.values())

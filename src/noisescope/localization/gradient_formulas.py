@@ -39,6 +39,8 @@ from noisescope.localization.roundoff_floors import (
 from noisescope.probe.functions import argument, first_tensor
 from noisescope.probe.unfused_attention import AttentionArguments
 
+_NAMES = ("query", "key", "value")
+_ATTENTION_PATHS = {f"0.{at}": name for at, name in enumerate(_NAMES)} | {f"1.{name}": name for name in _NAMES}
 _MOST_ELEMENTS = 1 << 22  # of a weight all of whose rows are judged, where it has several uses
 
 
@@ -57,16 +59,6 @@ class WeightUse:
     at: Callable[[Tensor, Rounding], tuple[Tensor, Tensor]]  # of these rows the values, and how far they may be off
     alone: Callable[[Tensor, Rows], Recomputed] | None = None  # the whole gradient judged as a product
     rows: Tensor | None = None  # that this use adds to, where they are few
-
-
-def sole_gradient(calls: GradientCalls, node: Node, side: str) -> Tensor | None:
-    """The gradient of the only tensor that a call takes or returns; zeros if none arrived, None if none can."""
-    tapped = calls.tapped(node, side)
-    if len(tapped) != 1:
-        return None
-    path, x = next(iter(tapped.items()))
-    found = calls.gradient(node, side, path)
-    return torch.zeros_like(x) if found is None else found
 
 
 # -- linears
@@ -91,7 +83,7 @@ class LinearCall:
         weight, x = module._parameters.get("weight"), first_tensor(node.args, node.kwargs)
         if type(weight) is not nn.Parameter or weight.dim() != 2 or weight.is_meta or not weight.is_floating_point():
             return None
-        formula, gradient = linear_formula(module), sole_gradient(calls, node, OUTPUT)
+        formula, gradient = linear_formula(module), calls.sole_gradient(node, OUTPUT)
         if formula is None or gradient is None or x is None:
             return None
         bias = module._parameters.get("bias") if formula.bias else None
@@ -139,7 +131,7 @@ def embedding_use(node: Node, calls: GradientCalls) -> WeightUse | None:
     module: Any = node.callee
     if not isinstance(module, nn.Embedding) or type(module).forward is not nn.Embedding.forward:
         return None
-    ids, gradient = first_tensor(node.args, node.kwargs), sole_gradient(calls, node, OUTPUT)
+    ids, gradient = first_tensor(node.args, node.kwargs), calls.sole_gradient(node, OUTPUT)
     if ids is None or gradient is None or module.scale_grad_by_freq or module.max_norm is not None:
         return None
     flat, g = ids.reshape(-1), gradient.reshape(-1, gradient.shape[-1]).double()
@@ -187,7 +179,7 @@ def product_gradients(node: Node, calls: GradientCalls, rows: Rows) -> dict[str,
     if node.is_module or node.operator not in ("matmul", "bmm") or getattr(node.callee, "__name__", "") == "einsum":
         return None
     a, b = argument(node.args, node.kwargs, 0, "input"), argument(node.args, node.kwargs, 1, "other", "mat2")
-    gradient, tapped = sole_gradient(calls, node, OUTPUT), calls.tapped(node, INPUT)
+    gradient, tapped = calls.sole_gradient(node, OUTPUT), calls.tapped(node, INPUT)
     plain = all(isinstance(t, Tensor) and t.dim() > 1 for t in (a, b)) and len(node.args) == 2
     if gradient is None or not plain or a.shape[:-2] != b.shape[:-2] or "__r" in node.callee.__name__:
         return None
@@ -196,9 +188,7 @@ def product_gradients(node: Node, calls: GradientCalls, rows: Rows) -> dict[str,
     found = {}
     for path, one, other in (("0.0", gradient, b.transpose(-1, -2)), ("0.1", a.transpose(-1, -2), gradient)):
         if path in tapped:
-            got = calls.gradient(node, INPUT, path)
-            got = torch.zeros_like(tapped[path]) if got is None else got
-            found[path] = host_products.batched(one, other, got, rows)
+            found[path] = host_products.batched(one, other, calls.arrived(node, INPUT, path), rows)
     return found
 
 
@@ -211,8 +201,8 @@ def attention_gradients(node: Node, calls: GradientCalls) -> dict[str, Expected]
     Kernels round probabilities, scores' gradients and the output that they keep to the dtype of their inputs.
     """
     given = AttentionArguments.of(node.args, node.kwargs)
-    tapped, gradient = calls.tapped(node, INPUT), sole_gradient(calls, node, OUTPUT)
-    names = {path: name for path, name in _attention_paths(node).items() if path in tapped}
+    tapped, gradient = calls.tapped(node, INPUT), calls.sole_gradient(node, OUTPUT)
+    names = {path: name for path, name in _ATTENTION_PATHS.items() if path in tapped}
     if given.dropout_p or gradient is None or len(names) != len(tapped):
         return None
     dtype = given.query.dtype
@@ -228,11 +218,6 @@ def attention_gradients(node: Node, calls: GradientCalls) -> dict[str, Expected]
         )
 
     return expected_gradients(exact, {path: tapped[path].dtype for path in names}, rounded)
-
-
-def _attention_paths(node: Node) -> dict[str, str]:
-    names = ("query", "key", "value")
-    return {f"0.{at}": name for at, name in enumerate(names)} | {f"1.{name}": name for name in names}
 
 
 def _attention_back(

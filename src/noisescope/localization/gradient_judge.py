@@ -101,7 +101,7 @@ class GradientJudge:
         dtypes = {path: x.dtype for path, x in tapped.items()}
         expected = expected_gradients(back(), dtypes, lambda generator: back(RoundingMode(generator)))
         for path, each in expected.items():
-            found = as_rows(_arrived(calls, root, OUTPUT, path), each, tokens=True)
+            found = as_rows(calls.arrived(root, OUTPUT, path), each, tokens=True)
             self._log.gradient(LOSS, found, judge_gradient(found, each.gain), root)
 
     # -- operators
@@ -110,17 +110,17 @@ class GradientJudge:
         """Check an operator whose gradients have a formula. False if its code has to be differentiated instead."""
         linear = LinearCall.of(node, calls)
         if linear is not None:
-            got = _only(calls, node)
+            got = calls.sole_gradient(node, INPUT)
             if got is not None:
                 self._judge(node, INPUT, linear.input_gradient(got, self._log.rows), product=True)
-            self._use(linear.weight, linear.weight_use())
+            self._use(id(linear.weight), linear.weight_use())
             if linear.bias is not None:
-                self._use(linear.bias, linear.bias_use())
+                self._use(id(linear.bias), linear.bias_use())
             self._log.judged.add(node)
             return True
         use = embedding_use(node, calls) if node.operator == "embedding" else None
         if use is not None:
-            self._use(node.callee.weight, use)
+            self._use(id(node.callee.weight), use)
             self._log.judged.add(node)
             return True
         return not node.is_module and self._function(node, calls)
@@ -144,7 +144,7 @@ class GradientJudge:
             except NotDifferentiated:
                 expected = None
         for path, each in (expected or {}).items():
-            self._compare(node, INPUT, each, _arrived(calls, node, INPUT, path), words=_argument(path))
+            self._compare(node, INPUT, each, calls.arrived(node, INPUT, path), words=_argument(path))
         if expected is not None:
             self._log.judged.add(node)
         return expected is not None
@@ -166,9 +166,9 @@ class GradientJudge:
         for leaf, expected in found.expected.items():
             side, at, path = leaf
             if side == WEIGHT:
-                self._use_id(at, _code_use(expected))
+                self._use(at, _code_use(expected))
                 continue
-            got = _arrived(calls, node if at < 0 else node.children[at], side, path)
+            got = calls.arrived(node if at < 0 else node.children[at], side, path)
             judgement = judge_gradient(as_rows(got, expected, tokens=True), expected.gain)
             if judgement.alarm:
                 wrong[leaf] = got
@@ -192,10 +192,7 @@ class GradientJudge:
 
     # -- parameters
 
-    def _use(self, parameter: nn.Parameter, use: WeightUse) -> None:
-        self._use_id(id(parameter), use)
-
-    def _use_id(self, key: int, use: WeightUse) -> None:
+    def _use(self, key: int, use: WeightUse) -> None:
         self._uses.setdefault(key, []).append(use)
 
     def _parameter(self, p: nn.Parameter, sent: ParameterGradients) -> None:
@@ -235,28 +232,17 @@ class GradientJudge:
     # -- judging
 
     def _compare(self, node: Node, tensor: str, expected: Expected, got: Tensor, *, words: str = "") -> None:
-        found = as_rows(got, expected, tokens=True)
-        judgement = judge_gradient(found, expected.gain)
-        self._log.gradient(_site(node, tensor), found, judgement, node, About(words) if words else None)
+        self._judge(node, tensor, as_rows(got, expected, tokens=True), gain=expected.gain, words=words)
 
-    def _judge(self, node: Node, tensor: str, found: Recomputed, *, product: bool, words: str = "") -> None:
-        judgement = judge(found.y, found.reference) if product else judge_gradient(found, 0.0)
+    def _judge(
+        self, node: Node, tensor: str, found: Recomputed, *, product: bool = False, gain: float = 0.0, words: str = ""
+    ) -> None:
+        judgement = judge(found.y, found.reference) if product else judge_gradient(found, gain)
         self._log.gradient(_site(node, tensor), found, judgement, node, About(words) if words else None)
 
 
 def _site(node: Node, tensor: str) -> Site:
     return dataclasses.replace(node.site(tensor), phase="backward")
-
-
-def _only(calls: GradientCalls, node: Node) -> Tensor | None:
-    paths = list(calls.tapped(node, INPUT))
-    return _arrived(calls, node, INPUT, paths[0]) if paths else None
-
-
-def _arrived(calls: GradientCalls, node: Node, side: str, path: str) -> Tensor:
-    """A gradient; zeros if none arrived, as in autograd."""
-    found = calls.gradient(node, side, path)
-    return torch.zeros_like(calls.tapped(node, side)[path]) if found is None else found
 
 
 def _argument(path: str) -> str:

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from noisescope.localization.host_products import Recomputed
-from noisescope.localization.judge import CHANNEL_SHARE, Judgement
-from noisescope.localization.roundoff_floors import Z_ELEMENT, Reference, number_format, operand_bits
+from noisescope.localization.judge import CHANNEL_SHARE, Judgement, judge_elements
+from noisescope.localization.roundoff_floors import SLACK, Z_ELEMENT, Reference, number_format, operand_bits
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -119,25 +119,14 @@ def as_rows(got: Tensor, expected: Expected, *, tokens: bool) -> Recomputed:
 
 def judge_gradient(found: Recomputed, gain: float) -> Judgement:
     """Check elements against their tolerances, and the overall size along the expected direction."""
-    y, values, limit = found.y.double(), found.reference.values, 2 * found.reference.bound
-    one_sided = y.isfinite() != values.isfinite()
-    finite = y.isfinite() & values.isfinite()
-    error = torch.where(finite, y - values, 0.0)
-    beyond = (error.abs() > limit) | one_sided
-    form = number_format(found.y.dtype)
-    ulp = form.ulp(torch.where(finite, torch.maximum(y.abs(), values.abs()), 0.0))
-    result = Judgement(elements=y.numel(), tests=y.numel() + 1)
-    result.bad, result.nonfinite = int(beyond.sum()), int(one_sided.sum())
-    result.channels = set(beyond.any(0).nonzero().flatten().tolist())
-    result.worst, result.worst_ulp = float(error.abs().max()), float((error.abs() / ulp).max())
-    off = _gain(error, values)
+    result = judge_elements(found.y, found.reference)
+    y, values, form = found.y.double(), found.reference.values, number_format(found.y.dtype)
+    off = _gain(y - values, values)
+    result.tests += 1
     result.mean_ulp = off / (1.44 * form.u)
-    result.strengths = {
-        "element": float((error.abs() / limit.clamp_min(1e-300)).max()),
-        "non-finite": math.inf if result.nonfinite else 0.0,
-        "signed": abs(off) / gain if gain else 0.0,
-    }
-    result.visible_element = float((limit / ulp).median())
+    result.strengths["signed"] = abs(off) / gain if gain else 0.0
+    larger = torch.maximum(y.abs(), values.abs()).nan_to_num(0.0, posinf=0.0)
+    result.visible_element = float((SLACK * found.reference.bound / form.ulp(larger)).median())
     result.visible_gain = gain or math.inf
     result.visible_mean = result.visible_gain / (1.44 * form.u)
     return result

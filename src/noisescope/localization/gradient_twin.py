@@ -23,6 +23,7 @@ from noisescope.localization.gradient_calls import INPUT, OUTPUT, GradientCalls
 from noisescope.localization.gradient_rounding import Expected, RoundingMode, expected_gradients
 from noisescope.localization.host_copies import mapped, own_state, set_state, tensors_in
 from noisescope.localization.host_twin import HostTwin, _alike_call, _code_of, _Run
+from noisescope.localization.tensors import rms
 
 WEIGHT = "weight"
 Leaf = tuple[str, int, str]  # INPUT, -1, path | OUTPUT, which call, path | WEIGHT, id of the parameter, ""
@@ -67,12 +68,12 @@ class GradientTwin(HostTwin):
             return self._run_back(node, calls, wide=False, rounding=RoundingMode(generator)).gradients
 
         expected = expected_gradients(exact.gradients, dtypes, rounded)
-        coarse = [leaf for leaf, each in expected.items() if _rms(each.limit) > _COARSE * _rms(each.values) > 0]
+        coarse = [leaf for leaf, each in expected.items() if rms(each.limit) > _COARSE * rms(each.values) > 0]
         if coarse:
             plain = self._run_back(node, calls, wide=False).gradients
             for leaf in coarse:
                 own, value = plain[leaf], expected[leaf].values
-                if own is not None and _rms(own.double() - value) < _NEAR * _rms(value):
+                if own is not None and rms(own.double() - value) < _NEAR * rms(value):
                     raise NotDifferentiated("a branch in its code depends on rounding")
         return CodeGradients(expected, exact.reached)
 
@@ -215,7 +216,3 @@ class _GradientRun(_Run):
 def _leaf(x: Tensor, *, wide: bool) -> Tensor:
     made = x.detach().double() if wide and x.is_floating_point() else x.detach()
     return made.clone().requires_grad_(made.is_floating_point() or made.is_complex())
-
-
-def _rms(x: Tensor) -> float:
-    return float(x.square().mean().sqrt()) if x.numel() else 0.0

@@ -7,7 +7,7 @@ import itertools
 import math
 import re
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -292,6 +292,14 @@ def parts_of(subject: Subject | nn.Module) -> tuple[nn.Module, Any, Anatomy]:
     if isinstance(subject, Subject):
         return unwrap(subject.model), subject.tokenizer, subject.anatomy
     return unwrap(subject), None, dissect(subject)
+
+
+def chosen_layers(layers: Iterable[int] | None, blocks: int) -> tuple[int, ...]:
+    """The blocks that the caller names, in order; all by default."""
+    chosen = tuple(range(blocks)) if layers is None else tuple(sorted(set(layers)))
+    if not chosen or not 0 <= chosen[0] <= chosen[-1] < blocks:
+        raise InvalidInput(f"layers {list(chosen)} are out of range: the model has blocks 0 to {blocks - 1}")
+    return chosen
 
 
 def last_logits(model: nn.Module, prompts: Prompts) -> tuple[Tensor, int]:

@@ -35,7 +35,7 @@ from noisescope.localization.roundoff_floors import (
     number_format,
 )
 from noisescope.localization.stuck_bits import number_of_tests, stuck_channels
-from noisescope.localization.tensors import differing, distinct_rows, elements_at_a_time
+from noisescope.localization.tensors import differing, distinct_rows, elements_at_a_time, rms
 
 # Limit of mean (e / sigma)^2. Null: sigma is an upper limit, so the mean is expected to be 1 at most (one rounding:
 # exactly 1, uniform within half an ulp). Normal errors of n elements pass 1.5 + Z_MEAN sqrt(2 / n) with probability
@@ -46,6 +46,7 @@ MEAN_SHARE = 0.05  # ulp that the whole output's mean may be off; float32 sums: 
 CHANNEL_SHARE = 0.1  # ulp for the mean of one channel
 _MEAN_ROWS = 1024
 _MEDIAN_OF = 4096  # tolerances of a piece
+TINY = 1e-300
 
 
 @dataclass
@@ -67,6 +68,8 @@ class Judgement:
     visible_gain: float = 0.0  # the same as a relative error
     visible_share: float = 0.0  # mean tolerance, as a share of the output's rms
     said: str = ""  # words of a test that has its own
+    size: float = 0.0  # of the largest error of a law, relative to the output's rms
+    within_round_off: bool = False  # a law broken bit for bit, but no more than another order of summation may do
 
     @property
     def alarm(self) -> bool:
@@ -75,6 +78,11 @@ class Judgement:
     @property
     def strength(self) -> float:
         return max(self.strengths.values(), default=0.0)
+
+    @property
+    def share(self) -> float:
+        """Of the elements, those beyond their tolerance."""
+        return self.bad / max(1, self.elements)
 
     @property
     def rank(self) -> tuple[float, int]:
@@ -116,8 +124,7 @@ def judge(y: Tensor, reference: Reference, *, probabilities: bool = False) -> Ju
     form = number_format(y.dtype)
     result = Judgement(elements=y.numel())
     if reference.exact:
-        _judge_exact(y, reference, form, result)
-        return result
+        return judge_elements(y, reference)
     y = as_judged(y)
     # A token that occurs twice makes the same errors twice at layer 0.
     found_rows = distinct_rows(y, reference.values, among=range(0, len(y), max(1, -(-len(y) // _MEAN_ROWS))))
@@ -161,6 +168,67 @@ def judge(y: Tensor, reference: Reference, *, probabilities: bool = False) -> Ju
     return result
 
 
+def judge_elements(y: Tensor, reference: Reference) -> Judgement:
+    """Each element alone against its tolerance, where means and bits have no known null distribution."""
+    part, values, exact = y.double(), reference.values, reference.exact
+    result = Judgement(elements=y.numel(), tests=y.numel(), visible_element=0.5)
+    if not y.numel():
+        return result
+    limit = torch.zeros_like(values) if exact else SLACK * reference.bound
+    finite = part.isfinite() & values.isfinite()
+    one_sided = ~finite & differing(part, values)
+    size = torch.where(finite, (part - values).abs(), 0.0)
+    beyond = one_sided | ~(size <= limit)
+    result.bad, result.nonfinite, result.worst = int(beyond.sum()), int(one_sided.sum()), float(size.max())
+    if exact:
+        result.strengths["exact"] = math.inf if result.bad else 0.0
+    else:
+        result.strengths["element"] = float((size / limit.clamp_min(TINY)).nan_to_num(math.inf).max())
+        result.strengths["non-finite"] = math.inf if result.nonfinite else 0.0
+    if result.bad:
+        result.channels = set(beyond.reshape(-1, y.shape[-1]).any(0).nonzero().flatten().tolist())
+        larger = torch.where(finite, torch.maximum(part.abs(), values.abs()), 0.0)
+        # Sums that cancel are near 0, where ulps say nothing: if all must be equal, the largest element's count.
+        result.worst_ulp = float((size / number_format(y.dtype).ulp(larger.max() if exact else larger)).max())
+    return result
+
+
+def judge_law(
+    law: str,
+    got: Tensor,
+    expected: Tensor,
+    bound: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    unit: str = "of the rms",
+    round_off: Tensor | None = None,
+) -> Judgement:
+    """One law at one call, [R, C]: bit for bit, or within a bound for each element.
+
+    scale: what sizes are relative to, where it is not the rms of `expected`
+    round_off: what another order of summation may do; within it, a law is broken only on a stack that repeats itself
+    """
+    exact = Reference(expected, (), exact=True)
+    result = judge_elements(got, exact if bound is None else Reference(expected, (bound.double() / SLACK,)))
+    scale = max(rms(expected) if scale is None else scale, TINY)
+    result.size = math.inf if result.nonfinite else result.worst / scale
+    result.visible_share = 0.0 if bound is None or not bound.numel() else float(bound.median()) / scale
+    result.strengths = {law: result.strength}
+    if result.alarm:
+        off = differing(got, expected)
+        result.said = f"{law} off by {result.size:.2g} {unit} in {result.share:.2%}".replace("  ", " ")
+        result.channels = set() if 2 * len(result.channels) > got.shape[-1] else result.channels
+        result.within_round_off = round_off is not None and bool(((got - expected).abs() <= round_off)[off].all())
+    return result
+
+
+def judge_size(law: str, size: float, limit: float, scale: float, elements: int) -> Judgement:
+    """A law of one number that stands for all elements."""
+    result = Judgement({law: size / limit}, elements=elements, size=size / scale, visible_share=limit / scale)
+    result.said, result.bad, result.tests = f"{law} off by {result.size:.2g} of the rms", elements, elements
+    return result
+
+
 @dataclass(frozen=True)
 class Means:
     """Sums over the rows of each channel, [C], for a shift of d ulps in e = d ulp sign(y) + noise of sigma."""
@@ -194,21 +262,6 @@ def _pieces(y: Tensor, reference: Reference) -> Iterator[tuple[int, Tensor, Refe
     step = max(1, elements_at_a_time() // max(1, len(y)))
     for start in range(0, y.shape[1], step):
         yield start, y[:, start : start + step].double(), reference[:, start : start + step]
-
-
-def _judge_exact(y: Tensor, reference: Reference, form: Format, result: Judgement) -> None:
-    part, values = y.double(), reference.values
-    differ = differing(part, values)
-    result.tests = part.numel()
-    result.bad = int(differ.sum())
-    result.channels = set(differ.any(0).nonzero().flatten().tolist())
-    finite = part.isfinite() & values.isfinite()
-    result.nonfinite = int((differ & ~finite).sum())
-    result.worst = float(torch.where(finite, part - values, 0.0).abs().max())
-    # Sums that cancel are near 0, and the ulps there say nothing: the largest element's do.
-    result.worst_ulp = result.worst / float(form.ulp(torch.where(finite, values, 0.0).abs().max()))
-    result.visible_element = 0.5
-    result.strengths["exact"] = math.inf if result.bad else 0.0
 
 
 def _all_ordinary(size: Tensor, ulp: Tensor, limit: Tensor, form: Format) -> bool:

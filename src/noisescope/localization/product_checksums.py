@@ -3,9 +3,6 @@
 Checksums of a product: sum_n r_n y_n against x . sum_n r_n w_n, r = +-1, n over blocks of outputs (Freivalds 1977).
 They check every row for the cost of N / 64 columns. A checksum has the error of its 64 elements together, so one wrong
 element is detected from about 14 ulp on.
-
-They check every row for the price of N / 64 columns. A checksum's error is that of its 64 elements together, so one
-wrong element is seen from about 14 ulp on.
 """
 
 from __future__ import annotations

@@ -21,11 +21,15 @@ from torch import Tensor, nn
 
 from noisescope.errors import unknown
 from noisescope.localization.arithmetic_self_test import self_test_note, self_test_of, with_self_test
+from noisescope.localization.audit_verdict import conclude
+from noisescope.localization.classify import classify
 from noisescope.localization.data_flow import as_recomputed, flow_in_blocks
+from noisescope.localization.error_pattern import Evidence
 from noisescope.localization.host_operators import host_arithmetic
 from noisescope.localization.inputs import Batch, batches_for, parts_of, remarks
+from noisescope.localization.judge import Judgement
 from noisescope.localization.laws import whole_model
-from noisescope.localization.laws.call_results import LawEvidence, LawResult, exact
+from noisescope.localization.laws.call_results import LawEvidence
 from noisescope.localization.laws.calls_with_other_inputs import (
     WHOLES,
     Choice,
@@ -35,7 +39,7 @@ from noisescope.localization.laws.calls_with_other_inputs import (
     module_anatomy,
 )
 from noisescope.localization.laws.dispatcher import LawDispatcher, site_of
-from noisescope.localization.laws.results_by_site import MODEL, RelationResults
+from noisescope.localization.laws.law_log import MODEL, WHOLE_MODEL, LawLog
 from noisescope.localization.laws.table import Law
 from noisescope.localization.tensors import differing, host_rows, same_numbers
 from noisescope.localization.verdict import Verdict
@@ -46,6 +50,9 @@ from noisescope.probe.recorded_call import RecordedCall
 from noisescope.sites import Place, Site
 
 _LOOKS = 6  # more, between modules, at a model that does not repeat itself
+_UNEXPLAINED = (
+    "the model's output differs from run to run, but no single module's does: run again, or use --method audit"
+)
 _CACHE_LAWS = f"{' and '.join(whole_model.CACHE_LAWS)} of the whole model"
 
 
@@ -76,11 +83,8 @@ def relations(
     with evaluating(model), torch.no_grad():
         wrong = self_test_of(model, seed=seed)
         search = Search(model, anatomy, batches[0], weights=weights, places=wanted)
-        search.results.notes += [*remarks(model, batches[:1]), self_test_note(wrong)]
-        found = search.verdict(asked)
-    if not wrong:
-        return found
-    return replace(found, verdict="faulty", suspects=with_self_test(wrong, found.suspects))
+        search.log.remarks += [*remarks(model, batches[:1]), self_test_note(wrong)]
+        return with_self_test(search.verdict(asked), wrong)
 
 
 def _checked(places: Iterable[Place] | None, anatomy: Anatomy) -> frozenset[Place] | None:
@@ -103,13 +107,13 @@ class Search:
         self.model, self.anatomy, self.batch = model, anatomy, batch
         self.flipped = {k: v.flip(0) if isinstance(v, Tensor) and v.dim() else v for k, v in batch.items()}
         self.narrowed = places is not None
-        self.results = RelationResults()
+        self.log = LawLog(anatomy)
         causal = whole_model.is_causal(model)
-        self.dispatcher = LawDispatcher(anatomy, self.results, causal=causal, weights=weights, places=places)
+        self.dispatcher = LawDispatcher(anatomy, self.log, causal=causal, weights=weights, places=places)
         self.modules = module_anatomy(model, anatomy)
         self.functions, skipped = function_anatomy(model, anatomy)
         for why in skipped:
-            self.results.skip(why)
+            self.log.skipped[why] += 1
         self._naturals: dict[tuple[Site, int], Tensor] = {}  # outputs in a search for old data, by its forward
 
     def verdict(self, asked: tuple[Site, ...]) -> Verdict:
@@ -124,36 +128,39 @@ class Search:
             repeats = whole_model.repeatability(first, flipped, again)
         self._block_sums()
         with host_arithmetic():
-            self.results.forgive_the_stack()
+            self.log.forgive_the_stack()
         self._self_test(repeats)
-        if any(result.broken for result in repeats.values()) and not self.results.suspects():
+        if any(result.alarm for result in repeats.values()) and not self.log.suspects():
             # Where kernels themselves do not repeat, modules were seen to; where they do, the model must as well.
-            alone = repeats[Law.REPEAT].broken and not self.results.forgiven
+            alone = repeats[Law.REPEAT].alarm and not self.log.forgiven
             answers = (flipped.flip(0), again)
             if any(whole_model.beyond_round_off(first, other, self._nudged) for other in answers):
                 forwards += self._search_for_old_data()
             if alone:
                 forwards += self._look_between_again()
-                self.results.unexplained = not self.results.suspects()
+                if not self.log.suspects():
+                    self.log.leave_open(WHOLE_MODEL, _UNEXPLAINED)
         if not self.narrowed:
             forwards += self._cache(first)
         with host_arithmetic():
-            return self.results.verdict(forwards + ("_nudged" in self.__dict__), asked)
+            self.log.settle(asked)
+            found = conclude(self.log)
+        return replace(found, method="relations", forwards=forwards + ("_nudged" in self.__dict__))
 
     @functools.cached_property
     def _nudged(self) -> whole_model.Nudged:
         return whole_model.nudge(self.model, self.anatomy, self.batch)
 
-    def _self_test(self, found: dict[Law, LawResult]) -> None:
+    def _self_test(self, found: dict[Law, Judgement]) -> None:
         """Report what the whole model shows about the stack; its modules have to explain it."""
-        if found[Law.REPEAT].broken:
+        if found[Law.REPEAT].alarm:
             size = found[Law.REPEAT].size
-            self.results.notes.append(f"self-test: two runs of the model differ by {size:.2g} of the rms")
-        if found[Law.ROW_ORDER].broken:
+            self.log.remarks.append(f"self-test: two runs of the model differ by up to {size:.2g} of the rms")
+        if found[Law.ROW_ORDER].alarm:
             size = found[Law.ROW_ORDER].size
-            self.results.notes.append(f"self-test: batch order changes the output by {size:.2g} of the rms")
-        if not any(result.broken for result in found.values()):
-            self.results.notes.append(
+            self.log.remarks.append(f"self-test: batch order changes the output by up to {size:.2g} of the rms")
+        if not any(result.alarm for result in found.values()):
+            self.log.remarks.append(
                 "self-test: the model's output is identical bit for bit on every run and in any batch order"
             )
 
@@ -164,21 +171,22 @@ class Search:
             if not self.dispatcher.wanted(flow.unit.place):
                 continue
             if flow.problem:
-                self.results.add(site, LawEvidence(skipped=[f"{Law.SUM_OF_PARTS}: {flow.problem}"]), kind="residual")
+                self.log.add(site, LawEvidence(skipped=[f"{Law.SUM_OF_PARTS}: {flow.problem}"]), kind="residual")
                 continue
-            kept = LawEvidence([LawResult(Law.SUM_OF_PARTS, 0.0, elements=flow.output.numel())])
-            self.results.add(site, kept, kind="residual", width=width)
+            kept = LawEvidence({Law.SUM_OF_PARTS: Judgement({Law.SUM_OF_PARTS: 0.0}, tests=flow.output.numel())})
+            self.log.add(site, kept, kind="residual", width=width)
             for difference in flow.differences:
                 recomputed = as_recomputed(difference)
-                result = exact(Law.SUM_OF_PARTS, recomputed.y.double(), recomputed.reference.values)
+                found = LawEvidence(facts=self.dispatcher.block_facts(flow.unit.place))
+                result = found.check(Law.SUM_OF_PARTS, recomputed.y.double(), recomputed.reference.values)
                 if difference.tensor == "input":
-                    result = replace(result, words=f"the input of {difference.node.module} is wrong")
-                facts = replace(self.dispatcher.block_facts(flow.unit.place), expected=recomputed)
-                self.results.add(site, LawEvidence([result], facts), kind="residual", width=width)
+                    result.said = f"{Law.SUM_OF_PARTS}: the input of {difference.node.module} is wrong"
+                found.facts.pattern = classify(Evidence.of("residual", recomputed, result))
+                self.log.add(site, found, kind="residual", width=width)
 
     def _look_between_again(self) -> float:
         for look in range(_LOOKS):
-            if self.results.suspects():
+            if self.log.suspects():
                 return float(look)
             self._block_sums()
         return float(_LOOKS)
@@ -196,27 +204,26 @@ class Search:
             why = "MoE routing may switch experts"
         elif self.dispatcher.quantised:
             why = "quantised linears may share a scale across the batch"
-        elif self.results.suspects():
+        elif self.log.suspects():
             why = "not tested, because laws inside the blocks failed"
         if why:
-            self.results.skip(f"{_CACHE_LAWS}: {why}")
+            self.log.skipped[f"{_CACHE_LAWS}: {why}"] += 1
             return 0.0
         try:
             found, site = whole_model.cache_laws(
                 self.model, self.anatomy, self.batch, self.dispatcher.blocks, logits, lambda: self._nudged
             )
         except Exception as error:  # a model's own cache code may raise anything: then there is nothing to judge
-            self.results.skip(f"{_CACHE_LAWS}: its cache can't be used ({type(error).__name__})")
+            self.log.skipped[f"{_CACHE_LAWS}: its cache can't be used ({type(error).__name__})"] += 1
             return 1.0
-        place = site or Site("linear", "lm_head", "")
-        self.results.add(place, LawEvidence(list(found.values())), level=MODEL, kind="model")
+        self.log.add(site or WHOLE_MODEL, LawEvidence(found), level=MODEL, kind="model")
         return 1.0
 
     def _attention_is_causal(self) -> bool:
         """Whether any attention module satisfied that law; a model's name does not guarantee it."""
-        tried = [entry.results.get(Law.CAUSALITY) for entry in self.results.sites.values()]
+        tried = [entry.results.get(Law.CAUSALITY) for entry in self.log.sites.values()]
         attends = any(unit.kind == ATTENTION for unit in self.anatomy.units)
-        return not attends or any(result is not None and not result.broken for result in tried)
+        return not attends or any(result is not None and not result.alarm for result in tried)
 
     # -- old data
 
@@ -249,11 +256,12 @@ class Search:
         site = site_of(recorded)
         with host_arithmetic():
             y = host_rows(recorded.output_tensor)
-            result = exact(Law.REPEAT, host_rows(repeat).double(), y.double())
+            found = LawEvidence()
+            found.check(Law.REPEAT, host_rows(repeat).double(), y.double())
             before = self._naturals.get((site, turn - 2))
             self._naturals[site, turn] = y
-            self.dispatcher.add(recorded, LawEvidence([result]))
-            entry = self.results.entry(site)
+            self.dispatcher.add(recorded, found)
+            entry = self.log.sites.get(site)
             if before is not None and entry is not None and entry.broken:
                 random = not same_numbers(before, y)
                 share = float(differing(host_rows(repeat).double(), y.double()).double().mean())

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from noisescope.errors import InvalidInput
 from noisescope.injection import Injection
-from noisescope.localization.inputs import last_logits, parts_of, prompt_ids
+from noisescope.localization.inputs import chosen_layers, last_logits, parts_of, prompt_ids
 from noisescope.localization.verdict import Suspect, Verdict, ranked
 from noisescope.model.anatomy import Anatomy
 from noisescope.model.forwards import Prompts
@@ -96,7 +96,9 @@ def srdd(
     depend on `seed` alone; the caller's random state is left as it was. It costs scales x trials forwards per layer.
     """
     model, tokenizer, anatomy = parts_of(subject)
-    chosen = _layers(layers, len(anatomy.blocks))
+    chosen = chosen_layers(layers, len(anatomy.blocks))
+    if len(chosen) < 3:
+        raise InvalidInput(f"srdd compares layers with one another and needs at least 3, got {len(chosen)}")
     if len(scales) < 2 or any(b <= a for a, b in itertools.pairwise(scales)) or scales[0] <= 0:
         raise InvalidInput(f"scales must be two or more positive numbers in increasing order, got {tuple(scales)}")
     if trials < 1:
@@ -181,15 +183,6 @@ def _suspect(
     parts = ", ".join(f"{name} {float(values[at]):.3g} (z {float(z[at]):+.1f})" for name, (values, z) in found.items())
     site = Site("residual", layer, anatomy.blocks[layer])
     return Suspect(site, "unknown", 0.0, f"composite score {score:.2f}: {parts}", score, details=details)
-
-
-def _layers(layers: Iterable[int] | None, blocks: int) -> tuple[int, ...]:
-    chosen = tuple(range(blocks)) if layers is None else tuple(sorted(set(layers)))
-    if chosen and not 0 <= chosen[0] <= chosen[-1] < blocks:
-        raise InvalidInput(f"layers {list(chosen)} are out of range: the model has blocks 0 to {blocks - 1}")
-    if len(chosen) < 3:
-        raise InvalidInput(f"srdd compares layers with one another and needs at least 3, got {len(chosen)}")
-    return chosen
 
 
 def _second_difference(s: Array) -> Array:

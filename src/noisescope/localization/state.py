@@ -24,8 +24,9 @@ from noisescope.localization.checkpoint_state import PLAIN, Stored, WeightsCompa
 from noisescope.localization.config_state import compare_attributes, compare_buffers, fresh_model, odd_ones_out
 from noisescope.localization.inputs import parts_of
 from noisescope.localization.state_fault import Compared, StateFault
+from noisescope.localization.tensors import bits_of
 from noisescope.localization.verdict import Suspect, Verdict, ranked
-from noisescope.localization.weight_difference import bits_of, same_bits
+from noisescope.localization.weight_difference import same_bits
 from noisescope.model.anatomy import ATTENTION, Anatomy
 from noisescope.model.checkpoint_tensors import stored_tensors
 from noisescope.model.loading import Subject

@@ -62,8 +62,8 @@ def host_rows(x: Tensor) -> Tensor:
 
 
 def bits_of(x: Tensor) -> Tensor:
-    """The bit patterns of a tensor as integers."""
-    return x.contiguous().view(INTEGERS[x.dtype.itemsize])
+    """The bit patterns of a tensor as integers: equal NaNs are equal, and -0 is not 0."""
+    return x.detach().contiguous().view(INTEGERS[x.dtype.itemsize])
 
 
 def rms(x: Tensor) -> float:

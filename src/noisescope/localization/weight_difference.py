@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+from noisescope.localization.tensors import bits_of
+
 _ROUNDED = (torch.bfloat16, torch.float16, torch.float32)
 _FEW = 64  # channels that are listed
 _SPARSE = 0.1  # of the elements: an update by training changes more
@@ -23,12 +24,6 @@ class Difference:
     channels: tuple[int, ...] = ()
     dense: bool = False
     rounded: bool = False  # the same numbers with fewer mantissa bits, as after a cast there and back
-
-
-def bits_of(x: Tensor) -> Tensor:
-    """The bit patterns as integers: equal NaNs are equal, and -0 is not 0."""
-    x = x.detach().contiguous()
-    return x if x.dtype == torch.bool else x.view(_INTEGERS[x.element_size()])
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:

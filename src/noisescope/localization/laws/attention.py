@@ -18,7 +18,7 @@ from torch import Tensor
 from noisescope.localization.host_operators import host_arithmetic
 from noisescope.localization.host_products import as_multiplied
 from noisescope.localization.laws import linear as linear_laws
-from noisescope.localization.laws.call_results import LawEvidence, check_repeatability, exact, floored
+from noisescope.localization.laws.call_results import LawEvidence, check_repeatability
 from noisescope.localization.laws.calls_with_other_inputs import probe
 from noisescope.localization.laws.functions import log_odds
 from noisescope.localization.laws.linear import Linear
@@ -109,7 +109,7 @@ def examine(recorded: RecordedCall) -> LawEvidence:
         with host_arithmetic():
             first = host_rows(recorded.output).double()
             limit = 8 * number_format(recorded.output.dtype).ulp(first)
-            found.add(exact(Law.REPEAT, host_rows(again).double(), first, round_off=limit))
+            found.check(Law.REPEAT, host_rows(again).double(), first, round_off=limit)
     if found.broken:
         other = probe(call.q, lambda t: t.roll(1, -2))
         check_repeatability(recorded.again, call.q, recorded.output, other, found.facts)
@@ -144,14 +144,10 @@ def _ones(call: Attention, found: LawEvidence) -> None:
         limit = torch.full_like(
             got, 2 * form.ulp(torch.ones(1, dtype=torch.float64)).item() + 4 * u * (8 + math.sqrt(keys))
         )
-        flat = (got - 1).transpose(1, 2).flatten(-2)  # [B, T, H * D]
-        result = floored(Law.PROBABILITIES_SUM_TO_ONE, flat, limit.transpose(1, 2).flatten(-2), 1.0, "")
-        found.add(result)
-        if result.broken:
+        flat = [t.transpose(1, 2).flatten(0, 1).flatten(-2) for t in (got, torch.ones_like(got), limit)]  # [B T, H D]
+        if found.check(Law.PROBABILITIES_SUM_TO_ONE, *flat, unit="").alarm:
             within = got.amax(-1) - got.amin(-1)
             found.facts.ones = "channels" if float(within.max()) > 2 * float(limit.max()) else "rows"
-            found.facts.ones_size = float((got - 1).median())
-            found.facts.ones_spread = float((got - 1).std())
 
 
 def _single_key(call: Attention, found: LawEvidence) -> None:
@@ -162,7 +158,7 @@ def _single_key(call: Attention, found: LawEvidence) -> None:
         got = out.detach().cpu().double().flatten(1)
         u = product_roundoff(call.q.dtype)
         limit = 2 * number_format(call.q.dtype).ulp(expected) + 8 * u * expected.abs()
-        found.add(floored(Law.SINGLE_KEY, got - expected, limit, float(expected.square().mean().sqrt())))
+        found.check(Law.SINGLE_KEY, got, expected, limit)
 
 
 def _probabilities(call: Attention, found: LawEvidence) -> None:
@@ -233,4 +229,4 @@ def _later_keys(call: Attention, y: Tensor, found: LawEvidence) -> None:
         scale = float(b.square().mean().sqrt())
         form = number_format(y.dtype)
         limit = 8 * form.ulp(b) + 8 * form.u * scale + 64 * WORK_ROUNDOFF * scale
-        found.add(floored(Law.CAUSALITY, a - b, limit, scale))
+        found.check(Law.CAUSALITY, a, b, limit)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,9 +10,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from noisescope.localization.classify import classify
+from noisescope.localization.error_pattern import Evidence, Pattern
 from noisescope.localization.formula_recognition import linear_formula
-from noisescope.localization.host_operators import NOT_LINEAR, given_one_tensor, host_arithmetic
-from noisescope.localization.host_products import as_multiplied
+from noisescope.localization.host_operators import NOT_LINEAR, Unseen, given_one_tensor, host_arithmetic, recompute
+from noisescope.localization.host_products import Rows, as_multiplied
+from noisescope.localization.judge import judge
 from noisescope.localization.laws import attention, functions, linear, linear_checksums, norms, sublayers
 from noisescope.localization.laws.call_results import EvidenceFacts, LawEvidence
 from noisescope.localization.laws.calls_with_other_inputs import (
@@ -23,13 +27,14 @@ from noisescope.localization.laws.calls_with_other_inputs import (
     on_the_host,
     unbiased,
 )
-from noisescope.localization.laws.results_by_site import OPERATOR, SUBLAYER, RelationResults
+from noisescope.localization.laws.law_log import OPERATOR, SUBLAYER, LawLog
 from noisescope.localization.laws.table import Law
 from noisescope.localization.tensors import differing, host_rows, same_numbers
 from noisescope.model.anatomy import ATTENTION, CALLS, EXPERTS, ROUTER, Anatomy, Unit
 from noisescope.probe.recorded_call import RecordedCall
 from noisescope.sites import FUSED, Place, Site
 
+_ROWS = 256  # of a suspect's output that are recomputed to name its fault
 _HUGE = 1e15  # inputs beyond this come from a fault upstream: their squares overflow
 _TOO_LARGE = "inputs that are not finite, or too large to check"
 
@@ -37,18 +42,18 @@ Laws = Callable[[RecordedCall], LawEvidence | None]
 
 
 class LawDispatcher:
-    """Passes each call to its laws, and their results to `results`."""
+    """Passes each call to its laws, and their results to the log."""
 
     def __init__(
         self,
         anatomy: Anatomy,
-        results: RelationResults,
+        log: LawLog,
         *,
         causal: bool,
         weights: bool,
         places: frozenset[Place] | None,
     ) -> None:
-        self.anatomy, self.results = anatomy, results
+        self.anatomy, self.log = anatomy, log
         self.causal, self.weights, self.places = causal, weights, places
         self.mixture = any(unit.kind in (EXPERTS, ROUTER) or unit.component == "router" for unit in anatomy.units)
         self.quantised = False  # a linear was met that may round its input by what else is in the batch
@@ -112,6 +117,8 @@ class LawDispatcher:
                 found = laws(recorded)
                 if found is not None and found.broken and recorded.operator != MLP:
                     found = self._of_the_class(found, laws, recorded)
+                if found is not None and found.broken:
+                    found.facts.pattern = _pattern(recorded) or found.facts.pattern
             except Exception as error:  # third-party code may raise anything
                 found, why = None, f"raised {type(error).__name__} when called again"
             if before.restore():
@@ -134,13 +141,13 @@ class LawDispatcher:
         if own is None:
             whole = recorded.operator == ATTENTION_MODULE
             return LawEvidence(skipped=["laws of attention: its class does not run on the host"]) if whole else found
-        not_laws = {result.law for result in own.results if result.broken}
+        not_laws = own.broken.keys()
         if not not_laws:
             return found
         self.causal &= Law.CAUSALITY not in not_laws
         name = type(recorded.callee).__name__ if isinstance(recorded.callee, nn.Module) else recorded.operator
         skipped = [f"{law}: {name} does not satisfy it on the host either" for law in sorted(not_laws)]
-        results = [result for result in found.results if result.law not in not_laws]
+        results = {law: result for law, result in found.results.items() if law not in not_laws}
         return replace(found, results=results, skipped=[*found.skipped, *skipped])
 
     # -- modules
@@ -304,13 +311,24 @@ class LawDispatcher:
         level = SUBLAYER if recorded.operator in (ATTENTION_MODULE, MLP) else OPERATOR
         widths = [0 if t is None else t.shape[-1] for t in (x, y)]
         kind = f"{recorded.operator}, {widths[0]} to {widths[1]}"
-        self.results.add(site_of(recorded), found, level=level, kind=kind, width=widths[1])
+        self.log.add(site_of(recorded), found, level=level, kind=kind, width=widths[1])
 
 
 def site_of(recorded: RecordedCall) -> Site:
     """Within an attention module each product is a site; each expert is one site."""
     apart = recorded.unit.kind == ATTENTION and recorded.operator != FUSED
     return recorded.unit.site(recorded.operator, occurrence=recorded.occurrence if apart else 0)
+
+
+def _pattern(recorded: RecordedCall) -> Pattern | None:
+    """The audit's name for a wrong output; None where the host can't recompute it, or finds nothing wrong with it."""
+    operator, device = recorded.operator, recorded.tensors[1].device.type
+    with host_arithmetic(), contextlib.suppress(Unseen):
+        rows = Rows(_ROWS, 0, device)
+        found = recompute(operator, recorded.callee, recorded.args, recorded.kwargs, recorded.output, rows)
+        judgement = judge(found.y, found.reference, probabilities=operator == "softmax")
+        return classify(Evidence.of(operator, found, judgement)) if judgement.alarm else None
+    return None
 
 
 def _why_not_linear(recorded: RecordedCall) -> str:

@@ -1,28 +1,23 @@
-"""Infers the class of a fault from the laws that hold or fail, and from the facts that go with them.
+"""Where inside a fused call or a sub-layer a fault is, by the laws it breaks, and which class of fault it is.
 
-Kept                            Broken                                  Class
-everything exact                repeat, again and again                 noise; spike where few elements change
-repeat on its own               repeat after another call, row order    stale data
-repeat                          NaN passes alone                        nan to zero
-repeat                          statistics: a bit never changes         stuck bit; truncation of the lowest bits
-repeat                          zero                                    bias; stuck bit (f(0) is one bit); dead lane
-repeat, odd, zero, 2 x, sums    statistics: constant channels           dead lane
-repeat, oddness, zero           additivity; statistics: zeros in a gap  dead zone; flush to zero for a tiny gap
-repeat, oddness, zero           additivity; statistics: ties at the top saturation
-repeat, zero                    oddness: a constant even part           bias (relative to the output)
-repeat, zero                    oddness: within an ulp                  rounding mode
-repeat, zero                    oddness: signs that never change        stuck bit
-repeat, oddness, zero, 2 x      additivity                              accumulation; rounding mode within an ulp
-all of these                    one-hot readback, checksums             gain, swapped channels, dead input lane, ...
-key shift                       log-odds                                function table (exp)
-log-odds or not                 key shift                               the scores: truncation if errors grow with them
-key shift, log-odds             probabilities sum to 1                  gain (of the normaliser), accumulation, P itself
+A fault that does not repeat itself is noise, a spike or stale data. Else, where the host can recompute a suspect's
+output and finds it wrong too, the audit's classifier names the errors (classify.py); where it can't (packed weights, a
+class that does not run there), the laws that are broken do. Of a fused attention call:
+
+=============================  ======================  =========================================================
+kept                           broken                  what is wrong
+=============================  ======================  =========================================================
+key shift                      log-odds                softmax: its exp
+log-odds or not                key shift               the scores
+key shift, log-odds            probabilities sum to 1  softmax: its normaliser, or P itself
+probabilities sum to 1         a single key            the product with V; also if the error differs by channel
+=============================  ======================  =========================================================
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -31,49 +26,56 @@ from torch import Tensor
 from noisescope.localization.classify import classify
 from noisescope.localization.error_pattern import Evidence, Pattern
 from noisescope.localization.host_products import Recomputed
-from noisescope.localization.judge import judge
-from noisescope.localization.laws.call_results import EvidenceFacts, LawResult, known_values
+from noisescope.localization.judge import Judgement, judge
+from noisescope.localization.laws.call_results import EvidenceFacts
 from noisescope.localization.laws.calls_with_other_inputs import ATTENTION_MODULE, MLP
-from noisescope.localization.laws.output_statistics import Statistics
 from noisescope.localization.laws.table import Law
-from noisescope.localization.roundoff_floors import number_format
+from noisescope.localization.roundoff_floors import Reference, number_format
 from noisescope.sites import FUSED, Site
 
 _PROPORTIONAL = math.sqrt(2.2 * 12.7)
 _TINY_GAP = 2.0**-8  # of the rms: a gap this small is a flush to zero, a larger one a dead zone
-_PRODUCTS = ("linear", "matmul", "bmm")
+_SPARSE = 0.02  # of the elements, at most, that are spikes
+_SCALE_FREE = ("accumulation", "rounding mode", "truncation")  # they do to 2 x what they do to x
 _LINEARITY = frozenset({Law.ODDNESS, Law.ZERO, Law.SCALE_BY_TWO, Law.ADDITIVITY})
 # Laws of fused attention that softmax or the scores break.
 _BEFORE_V = frozenset(
     {Law.CAUSALITY, Law.PROBABILITIES_SUM_TO_ONE, Law.KEY_SHIFT, Law.LOG_ODDS, Law.ROW_ORDER},
 )
 
-Broken = Mapping[Law, LawResult]
+Broken = Mapping[Law, Judgement]
 
 
 def place_and_class(site: Site, broken: Broken, facts: EvidenceFacts) -> tuple[Site, Pattern]:
     """Narrow a fused call or a whole sub-layer down to an operator by its pattern."""
     if site.operator == MLP:
-        return replace(site, operator=facts.activation), _classify(MLP, broken, facts)
+        return replace(site, operator=facts.activation), _classify(broken, facts)
     if site.operator == ATTENTION_MODULE:
         operator = "matmul" if broken.keys() & {Law.ODDNESS, Law.ZERO, Law.POSITION_SHIFT} else "softmax"
-        return replace(site, operator=operator), _classify(FUSED, broken, facts)
+        return replace(site, operator=operator), _classify(broken, facts)
     if site.operator != FUSED:
-        return site, _classify(site.operator, broken, facts)
+        return site, _classify(broken, facts)
     # What comes out is linear in V whatever softmax and scores do, as long as they do it again and again.
     repeats = not (facts.random or facts.stale)
     after_softmax = facts.ones == "channels" or (repeats and bool(broken.keys() & _LINEARITY))
     # The probability of a single key is 1 whatever it is.
     after_softmax |= Law.SINGLE_KEY in broken and Law.PROBABILITIES_SUM_TO_ONE not in broken
     if after_softmax or not broken.keys() & _BEFORE_V:
-        return replace(site, operator="matmul", occurrence=1), _classify("matmul", broken, facts)
+        return replace(site, operator="matmul", occurrence=1), _classify(broken, facts)
     if Law.PROBABILITIES_SUM_TO_ONE in broken or not _in_scores(broken, facts):
-        softmax: Broken = {law: result for law, result in broken.items() if law == Law.ZERO or law not in _LINEARITY}
-        return replace(site, operator="softmax", occurrence=0), _softmax(softmax or broken, facts)
-    pattern = _classify(FUSED, broken, facts)
-    if pattern.fault_class not in ("noise", "spike", "stale data") and facts.read is not None:
-        pattern = _from_scores(*facts.read)
-    return replace(site, operator="matmul", occurrence=0), pattern
+        pattern = _inside(broken, facts, _from_probabilities)
+        if facts.shift_overflows:
+            pattern = Pattern("unknown", 0.5, "scores overflow: the maximum is not subtracted first")
+        elif pattern.fault_class == "dead lane" and Law.ROW_ORDER in broken:
+            pattern = Pattern("dead input lane", 0.6, "keys at some positions are left out of the sum")
+        return replace(site, operator="softmax", occurrence=0), pattern
+    return replace(site, operator="matmul", occurrence=0), _inside(broken, facts, _from_scores)
+
+
+def _inside(broken: Broken, facts: EvidenceFacts, name: Callable[..., Pattern]) -> Pattern:
+    """By the probabilities that were read back, if they were."""
+    known = _unrepeatable(broken, facts)
+    return known or (_classify(broken, facts) if facts.read is None else name(*facts.read))
 
 
 def _in_scores(broken: Broken, facts: EvidenceFacts) -> bool:
@@ -85,141 +87,73 @@ def _in_scores(broken: Broken, facts: EvidenceFacts) -> bool:
     return Law.LOG_ODDS not in broken or broken[Law.KEY_SHIFT].share > 0.2 * broken[Law.LOG_ODDS].share
 
 
-def _softmax(broken: Broken, facts: EvidenceFacts) -> Pattern:
-    pattern = _classify("softmax", broken, facts)
-    if pattern.fault_class in ("noise", "spike", "stale data"):
-        return pattern
-    size, spread = facts.ones_size, facts.ones_spread
-    if Law.CAUSALITY in broken and Law.PROBABILITIES_SUM_TO_ONE not in broken:
-        return Pattern("unknown", 0.5, "masked keys reach the output")
-    if facts.shift_overflows:
-        return Pattern("unknown", 0.5, "scores overflow: the maximum is not subtracted first")
-    if Law.PROBABILITIES_SUM_TO_ONE in broken and Law.ROW_ORDER in broken and size <= 0:
-        return Pattern("dead input lane", 0.6, "keys at some positions are left out of the sum")
-    if Law.LOG_ODDS not in broken and Law.PROBABILITIES_SUM_TO_ONE in broken:
-        return Pattern("gain", 0.8) if abs(size) > 4 * spread else Pattern("accumulation", 0.6)
-    if Law.PROBABILITIES_SUM_TO_ONE not in broken and Law.LOG_ODDS in broken:
-        return Pattern(
-            "function table", 0.8, "exp itself is inaccurate: probabilities sum to 1, but their ratios are wrong"
-        )
-    if facts.read is not None:
-        return _from_probabilities(*facts.read)
-    return pattern
-
-
-def _classify(operator: str, broken: Broken, facts: EvidenceFacts) -> Pattern:
+def _classify(broken: Broken, facts: EvidenceFacts) -> Pattern:
     """The likeliest class of a suspect's fault."""
-    channels = next((r.channels for r in broken.values() if r.channels), ())
-    unrepeatable = _unrepeatable(broken, facts)
-    if unrepeatable is not None:
-        return Pattern(*unrepeatable, "", channels)
-    if facts.lost_inputs and operator in _PRODUCTS:
-        lost = ", ".join(map(str, facts.lost_inputs[:8]))
-        return Pattern("dead input lane", 0.9, f"inner indices {lost} do not reach the output")
-    if set(broken) == {Law.NAN_PASSES}:
-        return Pattern("nan to zero", 0.95)
-    known = facts.expected
-    seen = facts.statistics
-    if Law.OUTPUT_STATISTICS in broken and operator == "norm" and (seen.stuck or seen.dead):
-        return Pattern(*(_bits(seen) if seen.stuck else ("dead lane", 0.9)), "", seen.stuck_channels or seen.dead)
-    if operator in _PRODUCTS:
-        found = _linear(broken, facts)
-        if found is not None and not (found[0] in ("unknown", "accumulation") and known is not None):
-            return Pattern(*found, "", channels)
-    elif operator in ("norm", "silu", "gelu", "embedding", "residual", "softmax") and Law.NAN_PASSES not in broken:
-        offset = _offset(broken, facts)
-        if offset is not None and known is None:
-            return Pattern(*offset, "", channels)
-    if known is not None:
-        return _from_expected(operator, known)
-    for law, (name, confidence) in _BY_LAW.items():
-        if law in broken:
-            return Pattern(name, confidence, "", channels)
-    return Pattern("unknown", 0.3, "", channels)
+    found = _unrepeatable(broken, facts) or facts.pattern
+    if found is not None and found.fault_class in _SCALE_FREE and Law.SCALE_BY_TWO in broken:
+        return Pattern("unknown", 0.3, "errors that do not scale with the input", found.channels)
+    return found if found is not None and found.fault_class != "unknown" else _by_laws(broken, facts)
 
 
-# Where a single law says it all; the first that is broken counts.
-_BY_LAW = {
-    Law.OUTPUT_STATISTICS: ("dead lane", 0.6),
-    Law.NORM_SCALED: ("function table", 0.8),
-    Law.ACTIVATION_IDENTITY: ("function table", 0.8),
-    Law.MLP_IDENTITY: ("function table", 0.5),
-    Law.POSITION_SHIFT: ("function table", 0.6),
-    Law.STORED_NUMBERS: ("gain", 0.6),
-    Law.PROBABILITIES_SUM_TO_ONE: ("gain", 0.5),
-    Law.SINGLE_KEY: ("gain", 0.6),
-    Law.LOG_ODDS: ("function table", 0.8),
-    Law.CHECKSUMS: ("gain", 0.3),
-}
-
-
-def _unrepeatable(broken: Broken, facts: EvidenceFacts) -> tuple[str, float] | None:
+def _unrepeatable(broken: Broken, facts: EvidenceFacts) -> Pattern | None:
+    channels = _channels(broken)
     if facts.random:
         few = facts.changed_in_channels <= 0.25 and facts.changed_share < 0.1
-        return ("spike" if few else "noise"), 0.9
+        return Pattern("spike" if few else "noise", 0.9, channels=channels)
     if facts.stale:
-        return "stale data", 0.9
+        return Pattern("stale data", 0.9, channels=channels)
     if Law.REPEAT in broken:  # it changed once and then no more: a rare event
-        few = facts.changed_share < 0.1
-        return ("spike" if few else "noise"), 0.6
+        return Pattern("spike" if facts.changed_share < 0.1 else "noise", 0.6, channels=channels)
     return None
 
 
-def _offset(broken: Broken, facts: EvidenceFacts) -> tuple[str, float] | None:
-    if Law.ZERO not in broken:
-        return None
-    if facts.at_zero == "one bit":
-        return "stuck bit", 0.95
-    if facts.at_zero == "constant channel":
-        return "dead lane", 0.9
-    return ("unknown", 0.3) if facts.at_zero == "varied" else ("bias", 0.9)
+def _channels(broken: Broken) -> tuple[int, ...]:
+    return tuple(sorted(next((result.channels for result in broken.values() if result.channels), ())))
 
 
-def _linear(broken: Broken, facts: EvidenceFacts) -> tuple[str, float] | None:
-    """The table above, narrow patterns first."""
-    seen = facts.statistics
-    if seen.stuck and (Law.OUTPUT_STATISTICS in broken or Law.ADDITIVITY in broken):
-        return ("accumulation", 0.7) if facts.coarse_sums else _bits(seen)
-    offset = _offset(broken, facts)
-    if offset is not None:
-        return offset
-    if seen.dead and Law.OUTPUT_STATISTICS in broken:
-        return "dead lane", 0.9
-    if seen.gap:
-        tiny = facts.gap_size < _TINY_GAP
-        return ("flush to zero" if tiny else "dead zone"), 0.9
-    if Law.ODDNESS in broken and facts.even == "constant":
-        return "bias", 0.9
-    if Law.ODDNESS in broken and facts.even == "sign stuck":
-        return "stuck bit", 0.8
-    if Law.ODDNESS in broken and facts.even == "within an ulp":
-        return "rounding mode", 0.9
-    if (Law.ADDITIVITY in broken or Law.SCALE_BY_TWO in broken) and (seen.ties >= 3 or facts.at_top == "short"):
-        return "saturation", 0.9
-    if facts.at_top == "beyond":
-        return "spike", 0.8
-    if abs(facts.truncates) > 0.4 and Law.ADDITIVITY in broken and facts.mean_square < 16:
-        return "rounding mode", 0.8
-    if Law.ROW_ORDER in broken and Law.REPEAT not in broken:
-        return ("spike", 0.7) if broken[Law.ROW_ORDER].share < 0.05 else ("stale data", 0.5)
-    if facts.few or (Law.SCALE_BY_TWO in broken and broken[Law.SCALE_BY_TWO].share < 0.02):
-        return "spike", 0.7
-    if Law.ADDITIVITY in broken and Law.SCALE_BY_TWO not in broken and Law.ODDNESS not in broken:
-        return ("truncation", 0.8) if facts.adds_up_by_halves else ("accumulation", 0.7)
-    return ("unknown", 0.3) if broken.keys() & {Law.ODDNESS, Law.SCALE_BY_TWO, Law.ADDITIVITY, Law.BATCH_SIZE} else None
+def _by_laws(broken: Broken, facts: EvidenceFacts) -> Pattern:
+    """By the broken law that says most about the kind of fault, and by what the output looks like."""
+    seen, channels = facts.statistics, _channels(broken)
+    if broken.keys() & {Law.OUTPUT_STATISTICS, Law.ADDITIVITY}:
+        kinds = {
+            "truncation": len(seen.stuck) > 1 and set(seen.stuck) == {(bit, 0) for bit in range(len(seen.stuck))},
+            "stuck bit": seen.stuck,
+            "dead lane": seen.dead,
+            "flush to zero": 0 < seen.gap < _TINY_GAP * seen.rms,
+            "dead zone": seen.gap,
+            "saturation": seen.ties > 2,
+        }
+        for name, found in kinds.items():
+            if found:
+                return Pattern(name, 0.7, channels=channels)
+    if Law.SCALE_BY_TWO in broken and broken[Law.SCALE_BY_TWO].share < _SPARSE:
+        return Pattern("spike", 0.7, channels=channels)
+    law = next((law for law in _TELLING if law in broken), None)
+    name, confidence = ("unknown", 0.3) if law is None else (law.catches[0], 0.5)
+    return Pattern(name, confidence, channels=channels)
 
 
-def _bits(seen: Statistics) -> tuple[str, float]:
-    zeros = {bit for bit, value in seen.stuck if value == 0}
-    run = 0
-    while run in zeros:
-        run += 1
-    return ("truncation", 0.9) if run >= 2 and run == len(seen.stuck) else ("stuck bit", 0.9)
+# Laws whose first class of faults (table.py) is the likeliest; the first of them that is broken counts.
+_TELLING = (
+    Law.NORM_SCALED,
+    Law.ACTIVATION_IDENTITY,
+    Law.MLP_IDENTITY,
+    Law.POSITION_SHIFT,
+    Law.STORED_NUMBERS,
+    Law.PROBABILITIES_SUM_TO_ONE,
+    Law.SINGLE_KEY,
+    Law.LOG_ODDS,
+    Law.CHECKSUMS,
+    Law.ZERO,
+    Law.ADDITIVITY,
+    Law.NAN_PASSES,
+)
 
 
-def _from_expected(operator: str, known: Recomputed) -> Pattern:
-    """With known correct values: the audit's patterns."""
-    judgement = judge(known.y, known.reference, probabilities=operator == "softmax")
+def _named(operator: str, y: Tensor, expected: Tensor, limit: Tensor) -> Pattern:
+    """The audit's name for an output [R, C] whose right values, and tolerance, are known."""
+    known = Recomputed(y, Reference(expected, (limit / 2,)))
+    judgement = judge(y, known.reference, probabilities=operator == "softmax")
     return classify(Evidence.of(operator, known, judgement))
 
 
@@ -240,8 +174,7 @@ def _from_scores(p: Tensor, q: Tensor, k: Tensor, scale: float) -> Pattern:
             )
     width = got.shape[-1]
     wide = scores.reshape(-1, width)
-    known = known_values(got.reshape(-1, width).float(), wide, torch.full_like(wide, float(limit)))
-    pattern = _from_expected("matmul", known)
+    pattern = _named("matmul", got.reshape(-1, width).float(), wide, torch.full_like(wide, float(limit)))
     if pattern.fault_class == "accumulation" and _in_proportion(got, scores):
         return Pattern(
             "truncation", 0.7, "the error of scores is proportional to their size, as from one low-precision rounding"
@@ -268,5 +201,4 @@ def _from_probabilities(p: Tensor, q: Tensor, k: Tensor, scale: float) -> Patter
     p, q, k = (t.detach().cpu() for t in (p, q, k))
     expected = ((q.double() @ k.double().transpose(-1, -2)) * scale).softmax(-1)
     limit = 64 * number_format(torch.float32).u * (1 + (q.double().abs() @ k.double().abs().transpose(-1, -2)) * scale)
-    known = known_values(*(t.reshape(-1, p.shape[-1]) for t in (p, expected, limit * expected)))
-    return _from_expected("softmax", known)
+    return _named("softmax", *(t.reshape(-1, p.shape[-1]) for t in (p, expected, limit * expected)))

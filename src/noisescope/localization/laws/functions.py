@@ -9,24 +9,19 @@ Softmax: rows sum to 1, a shift of all scores changes nothing, log-odds are diff
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from noisescope.localization.host_operators import host_arithmetic
+from noisescope.localization.judge import Judgement, judge_law
 from noisescope.localization.laws.call_results import (
     LawEvidence,
-    LawResult,
     check_repeatability,
-    exact,
-    floored,
-    known_values,
 )
-from noisescope.localization.laws.calls_with_other_inputs import probe
+from noisescope.localization.laws.calls_with_other_inputs import on_the_host, probe
 from noisescope.localization.laws.table import Law
 from noisescope.localization.roundoff_floors import WORK_ROUNDOFF, number_format, product_roundoff
 from noisescope.localization.tensors import host_rows, rms
@@ -47,7 +42,7 @@ def examine_activation(recorded: RecordedCall) -> LawEvidence:
     if z is None or y is None or y.shape != z.shape or not z.is_floating_point() or z.numel() < 2:
         return found
     call = recorded.again
-    elsewhere = _on_host(recorded)
+    host = on_the_host(recorded)
     moved = probe(z, lambda t: t.reshape(-1).roll(1).reshape(t.shape))
     rolled, repeat, minus = call(moved), call(z), call(probe(z, torch.neg))
     special = call(probe(z, _nan_and_zeros))
@@ -58,19 +53,20 @@ def examine_activation(recorded: RecordedCall) -> LawEvidence:
     with host_arithmetic():
         first = host_rows(y).double()
         limit = 4 * number_format(y.dtype).ulp(first)
-        found.add(exact(Law.REPEAT, host_rows(repeat).double(), first, round_off=limit))
-        got, expected = host_rows(rolled).double().flatten(), first.flatten().roll(1)
-        gap = torch.where(got.isnan() & expected.isnan(), 0.0, got - expected)
-        found.add(floored(Law.ROW_ORDER, gap[None], limit.flatten().roll(1)[None], rms(first)))
+        found.check(Law.REPEAT, host_rows(repeat).double(), first, round_off=limit)
+        got, expected, own = (t.flatten()[None] for t in (host_rows(rolled).double(), first, limit))
+        found.check(Law.ROW_ORDER, got, expected.roll(1), own.roll(1))
         out = special.detach().cpu().double().reshape(1, -1)
-        found.add(exact(Law.NAN_PASSES, out[:, :1], torch.full_like(out[:, :1], math.nan)))
-        found.add(exact(Law.ZERO, out[:, 1:], torch.zeros_like(out[:, 1:]), scale=rms(first)))
+        found.check(Law.NAN_PASSES, out[:, :1], torch.full_like(out[:, :1], math.nan))
+        found.check(Law.ZERO, out[:, 1:], torch.zeros_like(out[:, 1:]), scale=rms(first))
         for inputs, forth, back in (
             (z, y, minus),
             (grid, swept, swept_back),
             *(() if fine is None or fine_swept is None else ((fine, *fine_swept),)),
         ):
-            result = _identity(host_rows(inputs), host_rows(forth), host_rows(back), elsewhere)
+            result = None
+            if host is not None:
+                result = _identity(host_rows(inputs), host_rows(forth), host_rows(back), host.again)
             if result is None:
                 found.skipped.append(f"{Law.ACTIVATION_IDENTITY}: not of the form z g(z) with g(z) + g(-z) = 1")
                 break
@@ -80,10 +76,6 @@ def examine_activation(recorded: RecordedCall) -> LawEvidence:
             found.add(_shape(recorded.operator, host_rows(best[0]), host_rows(best[1])))
     if found.broken:
         check_repeatability(call, z, y, moved, found.facts)
-        with host_arithmetic():  # what the host's code makes of the same numbers: for the class only
-            expected = elsewhere(host_rows(z).double())
-            unit = number_format(y.dtype).ulp(torch.maximum(host_rows(z).double().abs(), expected.abs()))
-            found.facts.expected = known_values(host_rows(y), expected, 4 * unit)
     return found
 
 
@@ -101,20 +93,7 @@ def _nan_and_zeros(z: Tensor) -> Tensor:
     return flat.reshape(z.shape)
 
 
-def _on_host(recorded: RecordedCall) -> Callable[[Tensor], Tensor]:
-    """The same code on the host, outside every scope."""
-    callee: Any = recorded.callee
-    if isinstance(callee, nn.Module):
-        bare = copy.copy(callee)
-        bare.__dict__.pop("forward", None)
-        return lambda x: type(callee).forward(bare, x)
-    own = recorded.first_input
-    extra = {name: value for name, value in recorded.kwargs.items() if value is not own}
-    rest = tuple(value for value in recorded.args if value is not own)
-    return lambda x: callee(x, *rest, **extra)
-
-
-def _identity(z: Tensor, forth: Tensor, back: Tensor, elsewhere: Callable[[Tensor], Tensor]) -> LawResult | None:
+def _identity(z: Tensor, forth: Tensor, back: Tensor, elsewhere: Callable[[Tensor], Tensor]) -> Judgement | None:
     """The identity in ulps of the largest number involved; None if the host breaks it too."""
     unit = number_format(z.dtype).ulp(z.double().abs())
     usable = z.double().isfinite()
@@ -122,11 +101,12 @@ def _identity(z: Tensor, forth: Tensor, back: Tensor, elsewhere: Callable[[Tenso
     healthy = float(on_host[usable].max()) if bool(usable.any()) else 0.0
     if not healthy < 64:
         return None
-    error = torch.where(usable, forth.double() - back.double() - z.double(), 0.0)
-    return floored(Law.ACTIVATION_IDENTITY, error, 4 * max(1.0, healthy) * unit, rms(forth.double()))
+    got, expected = (torch.where(usable, t, 0.0) for t in (forth.double() - back.double(), z.double()))
+    limit = 4 * max(1.0, healthy) * unit
+    return judge_law(Law.ACTIVATION_IDENTITY, got, expected, limit, scale=rms(forth.double()))
 
 
-def _shape(operator: str, z: Tensor, y: Tensor) -> LawResult:
+def _shape(operator: str, z: Tensor, y: Tensor) -> Judgement:
     """Never below its minimum, increasing to the right of it, and nowhere steeper than allowed."""
     values, order = z.double().flatten().sort()
     out = y.double().flatten()[order]
@@ -138,13 +118,14 @@ def _shape(operator: str, z: Tensor, y: Tensor) -> LawResult:
     jumps = torch.zeros_like(out)
     jumps[1:] = ((out[1:] - out[:-1]).abs() - _STEEPEST * (values[1:] - values[:-1])).clamp_min(0)
     worst = torch.maximum(torch.maximum(below, falls), jumps)
-    return floored(Law.ACTIVATION_IDENTITY, worst[None], (8 * unit + 1e-4 * (below > 0))[None], rms(out))
+    limit = (8 * unit + 1e-4 * (below > 0))[None]
+    return judge_law(Law.ACTIVATION_IDENTITY, worst[None], torch.zeros_like(limit), limit, scale=rms(out))
 
 
 # -- softmax
 
 
-def log_odds(law: Law, p: Tensor, other: Tensor, factor: float, sizes: Tensor) -> LawResult:
+def log_odds(law: Law, p: Tensor, other: Tensor, factor: float, sizes: Tensor) -> Judgement:
     """log(p'_j / p'_max) = factor log(p_j / p_max), within the rounding of probabilities and scores."""
     form, u = number_format(p.dtype), product_roundoff(p.dtype)
     a, b = p.detach().cpu().double(), other.detach().cpu().double()
@@ -153,15 +134,16 @@ def log_odds(law: Law, p: Tensor, other: Tensor, factor: float, sizes: Tensor) -
     first, second = a.clamp_min(1e-300).log(), b.clamp_min(1e-300).log()
     first, second = first - first.gather(-1, at), second - second.gather(-1, at)
     usable = (a > least) & (factor * first > math.log(least)) & a.gather(-1, at).isfinite()
-    error = torch.where(usable, second - factor * first, 0.0)
-    error = torch.where(~a.isfinite() | (usable & ~b.isfinite()), math.inf, error)  # scores were finite
+    got, expected = torch.where(usable, second, 0.0), torch.where(usable, factor * first, 0.0)
+    got = torch.where(~a.isfinite() | (usable & ~b.isfinite()), math.inf, got)  # scores were finite
     # exp of the unit rounds its result and its argument; 16-bit kernels round p before the product with V
     limit = 4 * (
         (2 + 2 * factor) * (form.u + 4 * u) + u * (_SCORE * sizes + (first.abs() + second.abs()).clamp_max(200))
     )
     smaller = torch.minimum(a, b).clamp_min(least)
     limit = limit + 2 * form.ulp(smaller) / smaller
-    return floored(law, error.transpose(1, 2).flatten(-2), limit.transpose(1, 2).flatten(-2), 1.0, "nats")
+    got, expected, limit = (t.transpose(1, 2).flatten(-2) for t in (got, expected, limit))
+    return judge_law(law, got, expected, limit, scale=1.0, unit="nats")
 
 
 def examine_softmax(recorded: RecordedCall) -> LawEvidence:
@@ -182,7 +164,7 @@ def examine_softmax(recorded: RecordedCall) -> LawEvidence:
     with host_arithmetic():
         first = y.detach().cpu().double()
         again = repeat.detach().cpu().double()
-        found.add(exact(Law.REPEAT, again, first, round_off=8 * form.ulp(first)))
+        found.check(Law.REPEAT, again, first, round_off=8 * form.ulp(first))
         sizes = torch.zeros_like(first)
         found.add(log_odds(Law.KEY_SHIFT, _four(plain), _four(shifted), 1.0, _four(sizes)))
         found.add(log_odds(Law.LOG_ODDS, _four(doubled), _four(plain), 2.0, _four(sizes)))
@@ -192,18 +174,13 @@ def examine_softmax(recorded: RecordedCall) -> LawEvidence:
             total = torch.where(total.isnan() | (total == 0), 1.0, total)
             slack = 2 * form.u * math.sqrt(keys) if form.bits < 20 else 0.0
             limit = torch.full_like(total, 4 * u * (8 + math.sqrt(keys)) + 2 * form.u + slack)
-            found.add(floored(Law.PROBABILITIES_SUM_TO_ONE, (total - 1).flatten(1), limit.flatten(1), 1.0, ""))
-            found.facts.ones_size = float((total - 1).median())
-            found.facts.ones_spread = float((total - 1).std()) if total.numel() > 1 else 0.0
+            one = torch.ones_like(total)
+            found.check(Law.PROBABILITIES_SUM_TO_ONE, *(t.flatten(1) for t in (total, one, limit)), unit="")
         one = single.detach().cpu().double().flatten(1)
-        found.add(floored(Law.SINGLE_KEY, one - 1, torch.full_like(one, 4 * form.u), 1.0, ""))
+        found.check(Law.SINGLE_KEY, one, torch.ones_like(one), torch.full_like(one, 4 * form.u), unit="")
     if found.broken:
         other = probe(x, lambda t: t.roll(1, -2)) if x.dim() > 1 else None
         check_repeatability(recorded.again, x, y, other, found.facts)
-        with host_arithmetic():
-            wide = x.detach().cpu().double().softmax(-1)
-            limit = 8 * form.ulp(wide) + 8 * u * wide
-            found.facts.expected = known_values(*(host_rows(t) for t in (y, wide, limit)))
     return found
 
 
@@ -231,14 +208,13 @@ def examine_embedding(recorded: RecordedCall, *, weights: bool) -> LawEvidence:
     repeat = recorded.again(x)
     with host_arithmetic():
         first = host_rows(y).double()
-        found.add(exact(Law.REPEAT, host_rows(repeat).double(), first))
+        found.check(Law.REPEAT, host_rows(repeat).double(), first)
         if flipped is not None:
             back = flipped.detach().cpu().flip(-2 if plain else 0)
-            found.add(exact(Law.ROW_ORDER, host_rows(back).double(), first))
+            found.check(Law.ROW_ORDER, host_rows(back).double(), first)
         if weights and plain:
             table = recorded.callee.weight.detach().cpu()[x.detach().cpu().flatten()].double()
-            found.add(exact(Law.STORED_NUMBERS, first, table))
-            found.facts.expected = known_values(host_rows(y), table, torch.zeros_like(first))
+            found.check(Law.STORED_NUMBERS, first, table)
     if found.broken:
         check_repeatability(recorded.again, x, y, backwards, found.facts)
     return found

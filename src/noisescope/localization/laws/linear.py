@@ -15,14 +15,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from noisescope.localization.classify import classify
+from noisescope.localization.error_pattern import Evidence
 from noisescope.localization.host_operators import host_arithmetic
+from noisescope.localization.host_products import Recomputed
+from noisescope.localization.judge import TINY, Judgement
 from noisescope.localization.laws.call_results import (
-    TINY,
     LawEvidence,
-    LawResult,
     check_repeatability,
-    exact,
-    floored,
     sampled_rows,
 )
 from noisescope.localization.laws.calls_with_other_inputs import attempt, probe
@@ -31,17 +31,17 @@ from noisescope.localization.laws.table import Law
 from noisescope.localization.roundoff_floors import (
     Z_MEAN,
     Floor,
+    Reference,
     combination,
     mean_square_limit,
     number_format,
     squares_from_split,
     truncation_share,
 )
-from noisescope.localization.tensors import bits_of, distinct_rows, host_rows, rms, same_numbers
+from noisescope.localization.tensors import distinct_rows, host_rows, rms, same_numbers
 
 _SEED = 5
 _PART = 0.7
-_ODD_ULPS = 1.0  # what a directed rounding leaves of f(x) + f(-x), halved
 _NANS = 32  # inner indices tried with a NaN: one of each lane of a unit up to 32 wide
 # Slack on S^2 that were carried over from other rows, by |x|^2. Null: right on average over rows, and too low where a
 # row has its large inputs at large weights; 16 covers a row whose S is four times what its norm says. Up to there 7
@@ -95,15 +95,15 @@ def examine(linear: Linear, y: Tensor | None) -> tuple[LawEvidence, Tensor]:
         else:
             squares = _additivity(linear, base, *parts, found)
         floor = combination([b, b], [_CARRIED * squares[rows]] * 2, linear.terms, base.dtype).limit
-        found.add(exact(Law.REPEAT, host_rows(repeat)[rows].double(), b, round_off=floor))
+        found.check(Law.REPEAT, host_rows(repeat)[rows].double(), b, round_off=floor)
         got = host_rows(scaled)[rows].double() / -factor
         # Stands for oddness as well until it breaks.
         law = Law.ODDNESS if factor == 1 else Law.SCALE_BY_TWO
-        found.add(exact(law, got, b, allowed=allowed(b, base.dtype), round_off=floor))
+        found.check(law, got, b, allowed(b, base.dtype), round_off=floor)
         if factor == 1:
             why = "the inputs range so widely that neither twice nor half of them fits the dtype"
             found.skipped.append(f"{Law.SCALE_BY_TWO}: {why}")
-        found.add(exact(Law.ZERO, host_rows(zero).double(), torch.zeros_like(host_rows(zero).double()), scale=size))
+        found.check(Law.ZERO, host_rows(zero).double(), torch.zeros_like(host_rows(zero).double()), scale=size)
         if nan is not None:
             _nan_passes(host_rows(nan)[: min(_NANS, x.shape[-1])].double(), found)
         if rolled is not None:
@@ -115,7 +115,7 @@ def examine(linear: Linear, y: Tensor | None) -> tuple[LawEvidence, Tensor]:
         if linear.channels:
             _statistics(linear, base, found)
         if not found.broken:
-            found.add(LawResult(Law.ODDNESS, 0.0, elements=b.numel()))
+            found.add(Judgement({Law.ODDNESS: 0.0}, tests=b.numel()))
     return found, base
 
 
@@ -147,17 +147,13 @@ def allowed(values: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(values.abs() < 2.0 ** (form.least + 2), 2 * smallest + 4 * form.flushed, 0.0)
 
 
-def split(linear: Linear, mask: Tensor, *, bits: bool = True) -> tuple[Tensor, Tensor, Tensor] | None:
-    """f(x_1), f(x_2) with x_1 + x_2 = x, and the rows of x they belong to, [R, C]; in one call where rows are free.
-
-    bits=False makes x_1 a random half of the inner dimension instead, which leaves the bits of x as they are.
-    """
+def split(linear: Linear, mask: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+    """f(x_1), f(x_2) with x_1 + x_2 = x, and the rows of x they belong to, [R, C]; in one call where rows are free."""
     x = linear.x
     with host_arithmetic():
         given = x.detach().cpu()
         large = given * _PART  # x - fl(0.7 x) is exact (Sterbenz 1974)
-        first, second = (large, given - large) if bits else (given, torch.zeros_like(given))
-        part = torch.where(mask, first, second)
+        part = torch.where(mask, large, given - large)
         rest = given - part
         if not linear.free_rows:
             index = torch.arange(x.numel() // x.shape[-1])
@@ -194,12 +190,8 @@ def with_nans(x: Tensor, most: int = _NANS) -> Tensor:
 
 def _nan_passes(out: Tensor, found: LawEvidence) -> None:
     """An inner index whose NaN reaches no output is not part of the sum."""
-    result = exact(Law.NAN_PASSES, out, torch.full_like(out, math.nan))
-    lost = (~out.isnan()).all(-1)
-    if bool(lost.any()) and not bool(lost.all()):
-        found.facts.lost_inputs = tuple(lost.nonzero().flatten().tolist())
-    words = f"{int((~out.isnan()).sum())} of {out.numel()} results are not NaN" if result.broken else ""
-    found.add(replace(result, words=words))
+    result = found.check(Law.NAN_PASSES, out, torch.full_like(out, math.nan))
+    result.said = f"{Law.NAN_PASSES}: {result.bad} of {out.numel()} results are not NaN"
 
 
 def _additivity(
@@ -214,42 +206,27 @@ def _additivity(
     here = squares[top]
     floor = combination(outputs, [here / 2, here / 2, here], linear.terms, base.dtype, short=here)
     error, scale = a + b - y, max(rms(y), TINY)
-    result = floored(Law.ADDITIVITY, error, floor.limit, scale)
+    result = found.check(Law.ADDITIVITY, a + b, y, floor.limit)
     usable = error.isfinite() & (floor.variance > 0) & _full_precision(outputs, base.dtype)
     if bool(usable.any()):
-        means = _Means.of(error, outputs, floor, usable, base.dtype)
-        if means.strength > 1:  # a sort that only a suspect pays for
-            means = _Means.of(error, outputs, floor, usable & ~copies(outputs), base.dtype)
-        result = replace(result, strength=max(result.strength, means.strength), floor=math.sqrt(means.visible) / scale)
-        found.facts.truncates = means.truncates
-        found.facts.mean_square = means.square
-        found.facts.additivity = (torch.where(usable, error, 0.0), outputs)
-    found.add(result)
-    if result.broken:
-        bad = ~(error.abs() <= floor.limit)
-        found.facts.at_top = _at_top(bad, outputs, error)
-        found.facts.few = float(bad.double().mean()) < 0.02 and result.strength > 4
+        strength, visible = _on_average(error, outputs, floor, usable, base.dtype)
+        if strength > 1:  # a sort that only a suspect pays for
+            strength, visible = _on_average(error, outputs, floor, usable & ~copies(outputs), base.dtype)
+        result.raise_to(Law.ADDITIVITY, strength)
+        result.visible_share = math.sqrt(visible) / scale
     return squares
 
 
-@dataclass(frozen=True)
-class _Means:
-    """What additivity shows on average, where single errors are within their limits."""
-
-    strength: float
-    square: float  # of the error, in variances of healthy round-off
-    truncates: float  # share of it that looks like rounding toward zero; 0 where that may be chance
-    visible: float  # mean square that would have broken the law
-
-    @classmethod
-    def of(cls, error: Tensor, outputs: list[Tensor], floor: Floor, usable: Tensor, dtype: torch.dtype) -> _Means:
-        error, variance = error[usable], floor.variance[usable]
-        own = Floor(floor.limit[usable], variance)
-        square, limit = float((error.square() / variance).mean()), mean_square_limit(len(error))
-        share, uncertainty = truncation_share(error, [values[usable] for values in outputs], [1, 1, -1], own, dtype)
-        by_share = (abs(share) - Z_MEAN * uncertainty) / _TRUNCATES
-        truncates = share if abs(share) > Z_MEAN * uncertainty else 0.0
-        return cls(max(math.sqrt(square / limit), by_share), square, truncates, limit * float(variance.mean()))
+def _on_average(
+    error: Tensor, outputs: list[Tensor], floor: Floor, usable: Tensor, dtype: torch.dtype
+) -> tuple[float, float]:
+    """The strength of what additivity shows on average, and the mean square that would have broken the law."""
+    error, variance = error[usable], floor.variance[usable]
+    own = Floor(floor.limit[usable], variance)
+    square, limit = float((error.square() / variance).mean()), mean_square_limit(len(error))
+    share, uncertainty = truncation_share(error, [values[usable] for values in outputs], [1, 1, -1], own, dtype)
+    by_share = (abs(share) - Z_MEAN * uncertainty) / _TRUNCATES
+    return max(math.sqrt(square / limit), by_share), limit * float(variance.mean())
 
 
 def _full_precision(outputs: list[Tensor], dtype: torch.dtype) -> Tensor:
@@ -257,33 +234,16 @@ def _full_precision(outputs: list[Tensor], dtype: torch.dtype) -> Tensor:
     return torch.stack(outputs).abs().amin(0) >= 2.0 ** number_format(dtype).least
 
 
-def _at_top(bad: Tensor, outputs: list[Tensor], error: Tensor) -> str:
-    """Whether the largest elements break additivity: too small ("short") or too large ("beyond")."""
-    if not bool(bad.any()):
-        return ""
-    large = torch.zeros_like(bad)
-    for values in outputs:
-        large |= values.abs() >= 0.995 * values.abs().max()
-    if not bool((large | ~bad).all()):
-        return ""
-    stacked = torch.stack(outputs)[:, bad]
-    largest = stacked.abs().argmax(0)
-    sign = torch.where(largest == 2, -1.0, 1.0)  # f(x_1) + f(x_2) - f(x)
-    excess = error[bad] * sign * stacked.gather(0, largest[None])[0].sign()
-    return "beyond" if float(excess.sign().mean()) > 0 else "short"
-
-
 def _same_rows(law: Law, got: Tensor, expected: Tensor, squares: Tensor, terms: int, found: LawEvidence) -> None:
     """Two outputs of the same rows, summed perhaps in another order."""
     rows = sampled_rows(expected)
     a, b = got[rows].double(), expected[rows].double()
     if same_numbers(a, b):
-        found.add(LawResult(law, 0.0, elements=a.numel()))
+        found.check(law, a, b)
         return
     own = squares[rows] * _CARRIED
     floor = combination([a, b], [own, own], terms, got.dtype, short=own)  # one row alone may have another kernel
-    both_nan = a.isnan() & b.isnan()
-    found.add(floored(law, torch.where(both_nan, 0.0, a - b), floor.limit, rms(b)))
+    found.check(law, a, b, floor.limit)
 
 
 def _statistics(linear: Linear, base: Tensor, found: LawEvidence) -> None:
@@ -295,98 +255,25 @@ def _statistics(linear: Linear, base: Tensor, found: LawEvidence) -> None:
         excused = linear.zero_channels(seen.dead)
         seen = replace(seen, dead=tuple(c for c in seen.dead if c not in excused))
     found.facts.statistics = seen
-    found.facts.gap_size = seen.gap / max(rms(values.double()), TINY)
     found.add_statistics(seen, values)
 
 
 def probe_suspect(linear: Linear, base: Tensor, found: LawEvidence) -> None:
-    """Further calls for a suspect only: is the fault random, odd, an offset, does it scale, does it need other bits?
-
-    They determine the class of a fault, not whether there is one.
-    """
+    """Further calls for a suspect only: does it repeat itself, and is it oddness or scaling that it breaks?"""
     x, call, facts = linear.x, linear.call, found.facts
     steady = check_repeatability(call, x, base, linear.rolled, facts)
-    again, minus, zero = call(x), call(probe(x, torch.neg)), call(probe(x, torch.zeros_like))
     factor = scale_factor(x, base)
-    double = call(probe(x, lambda t: t * factor))
-    halves = split(linear, random_half(x, _SEED + 1), bits=False) if linear.additive else None
+    minus, double = call(probe(x, torch.neg)), call(probe(x, lambda t: t * factor))
     with host_arithmetic():
         rows = sampled_rows(base)
         y = steady[rows]
-        # f(-2 x) stood for both: now each law by itself.
-        both = next(r for r in found.results if r.law in (Law.SCALE_BY_TWO, Law.ODDNESS))
-        found.results.remove(both)
-        for law, out, sign in ((both.law, double, factor), (Law.ODDNESS, minus, -1.0)):
-            result = exact(law, host_rows(out)[rows].double() / sign, y, allowed=allowed(y, base.dtype))
-            found.add(replace(both, law=law) if facts.random else result)
-        seen, odd, null = (linear.view(t).double() for t in (again, minus, zero))
-        facts.even = _even_part(seen, odd, base.dtype)
-        facts.at_zero = _at_zero(null, seen, base.dtype)
+        both = Law.SCALE_BY_TWO if Law.SCALE_BY_TWO in found.results else Law.ODDNESS
+        if not facts.random:
+            del found.results[both]
+            for law, out, sign in ((both, double, factor), (Law.ODDNESS, minus, -1.0)):
+                found.check(law, host_rows(out)[rows].double() / sign, y, allowed(y, base.dtype))
+        if Law.ODDNESS in found.broken and linear.channels and not facts.random:
+            mirrored = Recomputed(-host_rows(minus)[rows], Reference(y, (), exact=True))
+            facts.pattern = classify(Evidence.of("linear", mirrored, found.broken[Law.ODDNESS]))
         if not linear.channels:  # for the class alone
-            facts.statistics = measure(linear.view(again))
-            facts.gap_size = facts.statistics.gap / max(rms(seen), TINY)
-        if halves is not None:
-            facts.adds_up_by_halves = _adds_up(linear, base, *halves)
-        stuck = [bit for bit, value in facts.statistics.stuck if value == 0]
-        if facts.additivity is not None and stuck:
-            facts.coarse_sums = _summed_coarsely(*facts.additivity, max(stuck) + 1, base.dtype)
-
-
-def _adds_up(linear: Linear, base: Tensor, a: Tensor, b: Tensor, where: Tensor) -> bool:
-    """Additivity over halves of the inner dimension: holds if only the operands' low bits were lost."""
-    keep = sampled_rows(a)
-    outputs = [a[keep].double(), b[keep].double(), host_rows(base)[where[keep]].double()]
-    squares = squares_from_split(outputs[0] - outputs[1], host_rows(linear.x).double(), where[keep])[where[keep]]
-    floor = combination(outputs, [squares / 2, squares / 2, squares], linear.terms, base.dtype)
-    error = outputs[0] + outputs[1] - outputs[2]
-    usable = error.isfinite()
-    square = float((error.square() / floor.variance)[usable].mean()) if bool(usable.any()) else math.inf
-    return square < mean_square_limit(error.numel()) and bool((error.abs() <= floor.limit).all())
-
-
-def _summed_coarsely(error: Tensor, outputs: list[Tensor], bits: int, dtype: torch.dtype) -> bool:
-    """Whether results that end in `bits` zeros were summed that coarsely, rather than truncated once at the end.
-
-    Truncation is toward zero, or one rounding; sums of many roundings are neither.
-    """
-    form = number_format(dtype)
-    variance, pattern = torch.zeros_like(error), torch.zeros_like(error)
-    for values, sign in zip(outputs, (1, 1, -1), strict=True):
-        coarse = form.ulp(values) * 2**bits
-        variance += coarse.square() / 12
-        pattern -= sign * values.sign() * coarse / 2
-    along = float((error * pattern / variance).sum() / (pattern.square() / variance).sum())
-    return along < 0.5 and float((error.square() / variance).mean()) > 2
-
-
-def _even_part(y: Tensor, minus: Tensor, dtype: torch.dtype) -> str:
-    """e = (f(x) + f(-x)) / 2 is 0 for anything odd: a constant is an offset, half an ulp a directed rounding."""
-    even = (y + minus) / 2
-    hit = (even != 0).any(0)
-    if not bool(hit.any()):
-        return ""
-    part = even[:, hit]
-    ulps = (part.abs() / number_format(dtype).ulp(y[:, hit])).nan_to_num(math.inf)
-    middle = part.median()
-    if float((ulps > _ODD_ULPS).double().mean()) < 1e-3:
-        return "within an ulp"
-    if bool((part.sign() == part.sign()[:1]).all()) and bool((y[:, hit].abs() == part.abs()).all()):
-        return "sign stuck"
-    if float(middle) != 0 and float((part - middle).abs().median()) < 0.2 * abs(float(middle)):
-        return "constant"
-    return "other"
-
-
-def _at_zero(zero: Tensor, y: Tensor, dtype: torch.dtype) -> str:
-    """What f(0) is, where it is not 0: one bit of the dtype, a constant, or something else."""
-    hit = zero != 0
-    if not bool(hit.any()):
-        return ""
-    values = zero[hit]
-    same = bool((values == values[0]).all())
-    bits = int(bits_of(values[:1].to(dtype))[0]) % (1 << 8 * dtype.itemsize)
-    if same and bits.bit_count() == 1:
-        return "one bit"
-    if bool((y[:, hit.any(0)] == y[:1, hit.any(0)]).all()):
-        return "constant channel"
-    return "constant" if same else "varied"
+            facts.statistics = measure(linear.view(base))

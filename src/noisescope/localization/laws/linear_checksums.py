@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from noisescope.localization import host_products
 from noisescope.localization.host_operators import host_arithmetic
 from noisescope.localization.host_products import BLOCK, checksums
-from noisescope.localization.laws.call_results import TINY, LawEvidence, LawResult, exact, floored, sampled_rows
+from noisescope.localization.judge import TINY, judge_size
+from noisescope.localization.laws.call_results import LawEvidence, sampled_rows
 from noisescope.localization.laws.calls_with_other_inputs import parameters_replaced, unbiased
 from noisescope.localization.laws.output_statistics import copies
 from noisescope.localization.laws.table import Law
@@ -63,10 +64,10 @@ def check_checksums(recorded: RecordedCall, found: LawEvidence) -> None:
             on_average = _mean_strength(sums.z[copies([y.double()]).double().mean(-1) < 0.5])
         strength, limit = max(float(sums.z.max()) / Z_ELEMENT, on_average), mean_square_limit(sums.z.numel())
         scale = max(rms(y.double()), TINY) * math.sqrt(BLOCK)
-        size = float(sums.error.square().mean().sqrt()) / scale
-        floor = math.sqrt(limit * float(sums.variance.mean())) / scale
-        share = float((sums.z > Z_ELEMENT).double().mean())
-        found.add(LawResult(Law.CHECKSUMS, strength, size, floor, share, (), y.numel()))
+        size, floor = float(sums.error.square().mean().sqrt()), math.sqrt(limit * float(sums.variance.mean()))
+        result = judge_size(Law.CHECKSUMS, size, floor, scale, y.numel())
+        result.strengths = {Law.CHECKSUMS: strength}
+        found.add(result)
 
 
 def _mean_strength(z: Tensor) -> float:
@@ -76,7 +77,7 @@ def _mean_strength(z: Tensor) -> float:
 
 
 def read_weights_back(recorded: RecordedCall, found: LawEvidence) -> None:
-    """Columns and permuted rows of a suspect's W, and its full output recomputed to classify the fault."""
+    """Columns and permuted rows of a suspect's W."""
     x, module = recorded.first_input, recorded.callee
     weight = weight_of(module)
     if weight is None or x is None:
@@ -97,13 +98,10 @@ def read_weights_back(recorded: RecordedCall, found: LawEvidence) -> None:
             permuted = call(x)
     with host_arithmetic():
         columns, expected = read_back.double(), weight.T[:read].double()
-        found.add(exact(Law.ONE_HOT_READBACK, columns, expected))
+        found.check(Law.ONE_HOT_READBACK, columns, expected)
         if permuted is not None:
             got, expected = host_rows(permuted).double(), host_rows(base).double()[:, order]
             scale = rms(expected)
             squares = torch.full_like(expected, 16 * scale**2)
             floor = combination([got, expected], [squares, squares], width, base.dtype)
-            found.add(floored(Law.WEIGHT_ROW_PERMUTATION, got - expected, floor.limit, scale))
-        found.facts.expected = host_products.linear(
-            x, weight, None, base.detach().cpu(), host_products.Rows(256, _SEED, x.device.type)
-        )
+            found.check(Law.WEIGHT_ROW_PERMUTATION, got, expected, floor.limit)

@@ -17,14 +17,10 @@ from torch import Tensor, nn
 
 from noisescope.localization.formula_recognition import NormFormula, norm_formula
 from noisescope.localization.host_operators import given_one_tensor, host_arithmetic
+from noisescope.localization.judge import TINY, Judgement, judge_law, judge_size
 from noisescope.localization.laws.call_results import (
-    TINY,
     LawEvidence,
-    LawResult,
     check_repeatability,
-    exact,
-    floored,
-    known_values,
     sampled_rows,
 )
 from noisescope.localization.laws.calls_with_other_inputs import probe, unbiased
@@ -51,7 +47,7 @@ def examine(recorded: RecordedCall, *, weights: bool = False) -> LawEvidence:
     repeat = call(x)
     with host_arithmetic():
         whole = host_rows(base)
-        found.add(exact(Law.REPEAT, host_rows(repeat).double(), whole.double(), round_off=_roundings(x, whole)))
+        found.check(Law.REPEAT, host_rows(repeat).double(), whole.double(), round_off=_roundings(x, whole))
     rolled_x = probe(x, moved_rows)
     if formula is None:
         found.skipped.append(f"laws of norms: {type(recorded.callee).__name__} has no known formula")
@@ -80,20 +76,22 @@ def _keep_formula(
     with host_arithmetic():
         rows = sampled_rows(base, _FEWEST_ROWS)
         whole, y0 = host_rows(base), host_rows(base)[rows].double()
-        found.add(exact(Law.ODDNESS, host_rows(minus)[rows].double(), -y0, round_off=_roundings(x, whole[rows])))
+        found.check(Law.ODDNESS, host_rows(minus)[rows].double(), -y0, round_off=_roundings(x, whole[rows]))
         out = host_rows(special).double()
         nans, zeros = out[:1], out[1:]
-        found.add(exact(Law.NAN_PASSES, nans, torch.full_like(nans, math.nan)))
+        found.check(Law.NAN_PASSES, nans, torch.full_like(nans, math.nan))
         if len(zeros):
-            found.add(exact(Law.ZERO, zeros, torch.zeros_like(zeros), scale=rms(y0)))
-        found.add(_moved(x, host_rows(rolled)[rows], whole.roll(1, 0)[rows]))
+            found.check(Law.ZERO, zeros, torch.zeros_like(zeros), scale=rms(y0))
+        moved = whole.roll(1, 0)[rows]  # the same rows in other positions: at most two roundings apart
+        found.check(Law.ROW_ORDER, host_rows(rolled)[rows].double(), moved.double(), _roundings(x, moved))
         _statistics(recorded, formula, host_rows(x)[rows], whole[rows], found)
         if len(rows) < _FEWEST_ROWS:
             found.skipped.append(f"laws of a norm's gains: fewer than {_FEWEST_ROWS} rows")
             return
         for drive in drives:
             _one_gain([(law, host_rows(z)[rows], host_rows(out)[rows]) for law, z, out in drive], formula, found)
-        _right_numbers(recorded, host_rows(x)[rows], whole[rows], formula, found, weights=weights)
+        if weights:
+            _stored_numbers(recorded, host_rows(x)[rows], whole[rows], formula, found)
 
 
 def _formula(recorded: RecordedCall) -> NormFormula | None:
@@ -130,12 +128,6 @@ def _drives(call: Callable[[Tensor], Tensor], x: Tensor, base: Tensor) -> list[l
             if all(y.dtype == torch.float32 for _, _, y in found):
                 drives.append(found)
     return drives
-
-
-def _moved(x: Tensor, got: Tensor, expected: Tensor) -> LawResult:
-    """The same rows in other positions: at most two roundings apart."""
-    a, b = got.double(), expected.double()
-    return floored(Law.ROW_ORDER, torch.where(a.isnan() & b.isnan(), 0.0, a - b), _roundings(x, expected), rms(b))
 
 
 def _roundings(x: Tensor, y: Tensor) -> Tensor:
@@ -191,18 +183,6 @@ def _one_gain(drive: list[tuple[Law, Tensor, Tensor]], formula: NormFormula, fou
         found.add(_explained(law, z, out, gains, formula))
 
 
-def _right_numbers(
-    recorded: RecordedCall, x: Tensor, y: Tensor, formula: NormFormula, found: LawEvidence, *, weights: bool
-) -> None:
-    """The expected output, by the estimated gains or, if weights are read, by the stored ones."""
-    n, _ = normalised(x, formula)
-    gains = _gains(y.double(), n)
-    if weights:
-        gains = _stored_gains(recorded, formula, gains, n, narrower(x.dtype, y.dtype), found)
-    dtype = narrower(x.dtype, y.dtype)
-    found.facts.expected = known_values(y, gains * n, _limit(x, n, gains, dtype, formula))
-
-
 def _limit(x: Tensor, n: Tensor, gains: Tensor, dtype: torch.dtype, formula: NormFormula) -> Tensor:
     """Two roundings to the dtype, one of the estimated gain, float32 sums and root, and the subtraction of the mean."""
     form, u = number_format(dtype), WORK_ROUNDOFF
@@ -215,13 +195,13 @@ def _limit(x: Tensor, n: Tensor, gains: Tensor, dtype: torch.dtype, formula: Nor
     return limit + 4 * form.flushed
 
 
-def _explained(law: Law, x: Tensor, y: Tensor, gains: Tensor, formula: NormFormula) -> LawResult:
+def _explained(law: Law, x: Tensor, y: Tensor, gains: Tensor, formula: NormFormula) -> Judgement:
     """y against w n: element by element, and as a factor per row, in which roundings average out."""
     n, _ = normalised(x, formula)
     expected, values = gains * n, y.double()
     dtype = narrower(x.dtype, y.dtype)
     limit = _limit(x, n, gains, dtype, formula)
-    result = floored(law, values - expected, limit, rms(expected))
+    result = judge_law(law, values, expected, limit)
     energy = expected.square().sum(-1)
     factor = torch.where(energy > 0, (values * expected).sum(-1) / energy.clamp_min(TINY) - 1, 0.0)
     form = number_format(dtype)
@@ -230,10 +210,11 @@ def _explained(law: Law, x: Tensor, y: Tensor, gains: Tensor, formula: NormFormu
     floor = Z_ELEMENT * form.u * few  # two roundings and those of the gains: below u together
     floor = floor + WORK_ROUNDOFF * (16 + math.sqrt(n.shape[-1]))
     strength = float((factor.abs() / floor).nan_to_num(math.inf).max())
-    if strength <= result.strength:
-        return result
-    size = max(result.size, float(factor.abs().max()))
-    return replace(result, strength=strength, size=size, floor=float(floor.median()))
+    if strength > result.strength:
+        size = max(result.size, float(factor.abs().max()))
+        result = judge_size(law, size, float(floor.median()), 1.0, y.numel())
+        result.strengths = {law: strength}
+    return result
 
 
 def _stored(recorded: RecordedCall, formula: NormFormula) -> Tensor | None:
@@ -241,21 +222,19 @@ def _stored(recorded: RecordedCall, formula: NormFormula) -> Tensor | None:
     return formula.parameters_of(recorded.callee)[0] if isinstance(recorded.callee, nn.Module) else None
 
 
-def _stored_gains(
-    recorded: RecordedCall, formula: NormFormula, gains: Tensor, n: Tensor, dtype: torch.dtype, found: LawEvidence
-) -> Tensor:
-    """Compare the estimated gains with the stored ones, and return those; the estimates if none can be read."""
-    weight = _stored(recorded, formula)
-    if weight is None or weight.numel() != gains.numel():
-        return gains
+def _stored_numbers(recorded: RecordedCall, x: Tensor, y: Tensor, formula: NormFormula, found: LawEvidence) -> None:
+    """Compare the estimated gains with the stored ones."""
+    weight, n = _stored(recorded, formula), normalised(x, formula)[0]
+    if weight is None or weight.numel() != n.shape[-1]:
+        return
+    gains = _gains(y.double(), n)
     stored = host_rows(weight.reshape(1, -1))[0].double() + (1 if formula.gain == "one_plus_weight" else 0)
-    form, u = number_format(dtype), WORK_ROUNDOFF
+    form, u = number_format(narrower(x.dtype, y.dtype)), WORK_ROUNDOFF
     # An input that is always 0 says nothing of its gain, nor does an output with few bits.
     gains = torch.where((n != 0).any(0) & ((stored * n).abs().amax(0) >= 2.0**form.least), gains, stored)
     limit = (8 * form.u + u * (16 + math.sqrt(gains.numel()))) * stored.abs() + 1e-30
-    result = floored(Law.STORED_NUMBERS, (gains - stored)[None], limit[None], rms(stored))
+    result = found.check(Law.STORED_NUMBERS, gains[None], stored[None], limit[None])
     slope = float((gains * stored).sum() / stored.square().sum().clamp_min(TINY)) - 1
     floor = 8 * form.u / math.sqrt(gains.numel()) + u * (16 + math.sqrt(gains.numel()))
-    strength = max(result.strength, abs(slope) / floor)
-    found.add(replace(result, strength=strength, floor=floor))
-    return stored
+    result.raise_to(Law.STORED_NUMBERS, abs(slope) / floor)
+    result.visible_share = floor

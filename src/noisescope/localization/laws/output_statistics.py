@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from noisescope.localization.roundoff_floors import Format, as_judged, number_format
-from noisescope.localization.tensors import any_row_bits, bits_of, channels_with
+from noisescope.localization.tensors import any_row_bits, bits_of, channels_with, rms
 
 _CELLS = 40  # different settings of the higher bits under which a bit must stay the same: 2^-39 by chance
 _CONSTANT = 0.995
@@ -36,6 +36,7 @@ class Statistics:
     limit: float = 0.0  # numbers pile up at this size
     ties: int = 0
     clear_ties: bool = False  # enough of them to be an alarm by themselves
+    rms: float = 0.0
 
     def words(self, width: int) -> str:
         """The findings that never happen by chance; "" if there are none."""
@@ -80,7 +81,7 @@ def measure(y: Tensor) -> Statistics:
     stuck, stuck_channels = _stuck_bits(y, values, dead)
     gap, share, gap_channels = _gap(values, dead, form)
     limit, ties, clear = _ties(values, form)
-    return Statistics(stuck, stuck_channels, dead, gap, share, gap_channels, limit, ties, clear)
+    return Statistics(stuck, stuck_channels, dead, gap, share, gap_channels, limit, ties, clear, rms(values))
 
 
 def _spread(values: Tensor) -> float:

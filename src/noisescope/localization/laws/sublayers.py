@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from noisescope.localization.formula_recognition import activation_formula
 from noisescope.localization.host_operators import host_arithmetic
+from noisescope.localization.judge import TINY, Judgement, judge_law, judge_size
 from noisescope.localization.laws.attention import masked_out
-from noisescope.localization.laws.call_results import TINY, LawEvidence, LawResult, exact, floored
+from noisescope.localization.laws.call_results import LawEvidence
 from noisescope.localization.laws.calls_with_other_inputs import (
     adds_residual,
     biases,
@@ -80,8 +81,8 @@ def examine_attention(recorded: RecordedCall, rotary: Rotary, *, causal: bool) -
         b, odd, null = (_rows(t, attending) for t in (base, minus, zero))
         u, scale = _unit(y.dtype), rms(b)
         limit = _LOOSE * u * (b.abs() + scale)
-        found.add(exact(Law.ODDNESS, odd, -b, round_off=limit))
-        found.add(exact(Law.ZERO, null, torch.zeros_like(null), scale=scale))
+        found.check(Law.ODDNESS, odd, -b, round_off=limit)
+        found.check(Law.ZERO, null, torch.zeros_like(null), scale=scale)
     if _adds_keys(recorded.callee):
         found.skipped.append(f"{Law.REPEATED_TOKEN}: the module adds its own keys, which receive part of the attention")
     else:
@@ -124,22 +125,23 @@ def _closed_sinks(module: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
     return [] if lowest is None else [(module, "sinks", lowest)]
 
 
-def _repeated_token(call: Again, x: Tensor, attending: Tensor) -> LawResult:
+def _repeated_token(call: Again, x: Tensor, attending: Tensor) -> Judgement:
     """If every token is the same, so is every output."""
     one = probe(x, lambda t: t[:, 1:2].expand_as(t).contiguous())
     out = call(one)
     same, u = out.detach().cpu().double(), _unit(out.dtype)
     first = same[torch.arange(len(same)), attending.int().argmax(1)]  # of each sequence, [B, C]
-    error, size = _rows(same - first[:, None], attending), rms(_rows(same, attending))
+    got, expected = _rows(same, attending), _rows(first[:, None].expand_as(same), attending)
+    size = rms(got)
     limit = _LOOSE * u * size
-    if float(error.abs().max()) > limit:
+    if float((got - expected).abs().max()) > limit:
         # One rounding of the input is as good a measure as any of what one rounding of a probability costs.
         jittered = call(probe(one, lambda t: _jitter(t, u)))
-        limit += _LOOSE * rms(_rows(jittered, attending) - _rows(same, attending))
-    return floored(Law.REPEATED_TOKEN, error, torch.full_like(error, limit) + 2.0**-60, size)
+        limit += _LOOSE * rms(_rows(jittered, attending) - got)
+    return judge_law(Law.REPEATED_TOKEN, got, expected, torch.full_like(got, limit) + 2.0**-60, scale=size)
 
 
-def _later_tokens(call: Again, x: Tensor, base: Tensor, attending: Tensor) -> LawResult:
+def _later_tokens(call: Again, x: Tensor, base: Tensor, attending: Tensor) -> Judgement:
     """Changing later tokens must not change earlier outputs."""
     late = x.shape[1] - x.shape[1] // 3
     changed = probe(x, lambda t: torch.cat([t[:, :late], -2 * t[:, late:].flip(-1)], 1))
@@ -147,10 +149,10 @@ def _later_tokens(call: Again, x: Tensor, base: Tensor, attending: Tensor) -> La
     ahead, kept = (_rows(t, earlier) for t in (call(changed), base))
     u = _unit(base.dtype)
     limit = _LOOSE * u * (kept.square().mean(-1, keepdim=True).sqrt() + kept.abs())
-    return floored(Law.CAUSALITY, ahead - kept, limit, rms(kept))
+    return judge_law(Law.CAUSALITY, ahead, kept, limit)
 
 
-def _positions(call: Again, x: Tensor, base: Tensor, pair: Any, further: Any, last: int) -> LawResult:
+def _positions(call: Again, x: Tensor, base: Tensor, pair: Any, further: Any, last: int) -> Judgement:
     """Shift all positions."""
     b = host_rows(base).double()
     u, scale = _unit(base.dtype), max(rms(b), TINY)
@@ -161,7 +163,7 @@ def _positions(call: Again, x: Tensor, base: Tensor, pair: Any, further: Any, la
         angles = tuple(probe(each, lambda t: _jitter(t, size)) for each in pair)
         floor += rms(host_rows(call(x, position_embeddings=angles)).double() - b)
     floor *= _ANSWERS
-    return LawResult(Law.POSITION_SHIFT, error / floor, error / scale, floor / scale, 1.0, (), b.numel())
+    return judge_size(Law.POSITION_SHIFT, error, floor, scale, b.numel())
 
 
 def _unit(dtype: torch.dtype) -> float:
@@ -206,14 +208,14 @@ def examine_mlp(recorded: RecordedCall, parts: dict[str, Tensor]) -> LawEvidence
     expected, spread = (through(each) for each in inputs)
     with host_arithmetic():
         a, b, e = host_rows(y).double(), host_rows(minus).double(), host_rows(expected).double()
-        error = a + b - e if up is not None else a - b - e
+        got = a + b if up is not None else a - b
         form, work, u = number_format(y.dtype), WORK_ROUNDOFF, _unit(y.dtype)
         flat = host_rows(product).double()
         squares = squares_from_split(host_rows(spread).double(), flat, torch.arange(len(flat)))
         # Each term is off by the roundings of activation and product, in three outputs, and by their sums.
         deviation = (_TERM * u + work * math.sqrt(flat.shape[-1])) * squares.sqrt()
         limit = Z_ELEMENT * deviation + 2 * (form.ulp(a) + form.ulp(b) + form.ulp(e))
-        found.add(floored(Law.MLP_IDENTITY, error, limit, rms(a)))
+        found.check(Law.MLP_IDENTITY, got, e, limit, scale=rms(a))
     return found
 
 
@@ -279,19 +281,20 @@ class Rotary:
         fine, fine_further = ((pair[0], pair[1]), further) if wide is like else (call(wide, positions), call(wide, on))
         with host_arithmetic():
             for one, two in zip(again, pair, strict=True):
-                found.add(exact(Law.REPEAT, host_rows(one).double(), host_rows(two).double()))
+                found.check(Law.REPEAT, host_rows(one).double(), host_rows(two).double())
             found.add(_rotations(pair, further, last))
             if wide is not like:
                 found.add(_rotations(fine, fine_further, last))
         return found
 
 
-def _rotations(here: Any, there: Any, last: int) -> LawResult:
+def _rotations(here: Any, there: Any, last: int) -> Judgement:
     """c c' + s s' and s' c - c' s, [.., T, D], must not depend on the position."""
     form = number_format(here[0].dtype)
     c, s, c2, s2 = (t.detach().cpu().double() for t in (*here, *there))
     size = float((c.square() + s.square()).mean())
     parts = [c * c2 + s * s2, s2 * c - c2 * s, c.square() + s.square()]
-    error = torch.stack([part - part.median(-2, keepdim=True).values for part in parts])
-    limit = torch.full_like(error, 8 * size * (2 * form.u + 2 * last * 2.0**-24 + 2.0**-22))
-    return floored(Law.POSITION_SHIFT, error.reshape(-1, c.shape[-1]), limit.reshape(-1, c.shape[-1]), size)
+    got = torch.stack(parts)
+    expected = got.median(-2, keepdim=True).values.expand_as(got)
+    limit = torch.full_like(got, 8 * size * (2 * form.u + 2 * last * 2.0**-24 + 2.0**-22))
+    return judge_law(Law.POSITION_SHIFT, *(t.reshape(-1, c.shape[-1]) for t in (got, expected, limit)), scale=size)

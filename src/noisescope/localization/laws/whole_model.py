@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from noisescope.localization.host_operators import host_arithmetic
 from noisescope.localization.inputs import Batch
-from noisescope.localization.laws.call_results import TINY, LawResult
+from noisescope.localization.judge import TINY, Judgement, judge_law, judge_size
 from noisescope.localization.laws.table import Law
 from noisescope.localization.roundoff_floors import number_format
-from noisescope.localization.tensors import differing, rms, same_numbers
+from noisescope.localization.tensors import rms, same_numbers
 from noisescope.model.anatomy import MODULE, Anatomy, Unit
 from noisescope.model.forwards import without_cache
 from noisescope.probe.watch import RecordedCall, watch
@@ -84,16 +84,10 @@ def block_outputs(model: nn.Module, anatomy: Anatomy, *, jitter: bool = False) -
         yield outputs
 
 
-def repeatability(first: Tensor, flipped: Tensor, again: Tensor) -> dict[Law, LawResult]:
+def repeatability(first: Tensor, flipped: Tensor, again: Tensor) -> dict[Law, Judgement]:
     """Two runs, and another batch order, of the whole model: bit for bit, sizes relative to the rms."""
-    found = {}
-    for law, other in ((Law.REPEAT, again), (Law.ROW_ORDER, flipped.flip(0))):
-        off = differing(first.double(), other.double())
-        size = rms((first - other).double()) / max(rms(first.double()), TINY)
-        found[law] = LawResult(
-            law, float(bool(off.any())) * 2, size, 0.0, float(off.double().mean()), (), first.numel()
-        )
-    return found
+    others = {Law.REPEAT: again, Law.ROW_ORDER: flipped.flip(0)}
+    return {law: judge_law(law, other.double(), first.double()) for law, other in others.items()}
 
 
 @dataclass(frozen=True)
@@ -111,7 +105,7 @@ def nudge(model: nn.Module, anatomy: Anatomy, batch: Batch) -> Nudged:
 
 def beyond_round_off(first: Tensor, other: Tensor, nudged: Nudged) -> bool:
     """Whether two outputs differ by more than the model's response to round-off."""
-    return _within(Law.REPEAT, other, first, nudged.answer).broken
+    return _within(Law.REPEAT, other, first, nudged.answer).alarm
 
 
 def cache_laws(
@@ -121,7 +115,7 @@ def cache_laws(
     whole: Mapping[int, Tensor],
     logits: Tensor,
     nudged: Callable[[], Nudged],
-) -> tuple[dict[Law, LawResult], Site | None]:
+) -> tuple[dict[Law, Judgement], Site | None]:
     """Causality and the cache: the prompt without its last token, then that token through the cache.
 
     Returns the results and the first wrong block; `nudged` is used only if something differs.
@@ -134,7 +128,7 @@ def cache_laws(
         last = model(input_ids=ids[:, late:], past_key_values=output.past_key_values, use_cache=True)
     early, step = answer(output), answer(last)
     if same_numbers(early, logits[:, :late]) and same_numbers(step, logits[:, late:]):
-        return {law: LawResult(law, 0.0, elements=logits.numel()) for law in CACHE_LAWS}, None
+        return {law: Judgement({law: 0.0}, tests=logits.numel()) for law in CACHE_LAWS}, None
     near = nudged()
     moved = near.answer
     with host_arithmetic():
@@ -145,19 +139,18 @@ def cache_laws(
         site = None
         parts = (prefix, slice(0, late)), (decode, slice(late, None))
         for law, (watched, part) in zip(CACHE_LAWS, parts, strict=True):
-            for index in range(len(anatomy.blocks)) if found[law].broken and site is None else ():
+            for index in range(len(anatomy.blocks)) if found[law].alarm and site is None else ():
                 got, nudged_block = watched[index], near.blocks[index]
-                if _within(law, got, whole[index][:, part], nudged_block[:, part]).broken:
+                if _within(law, got, whole[index][:, part], nudged_block[:, part]).alarm:
                     site = Site("residual", index, anatomy.blocks[index])
                     break
     return found, site
 
 
-def _within(law: Law, got: Tensor, expected: Tensor, moved: Tensor) -> LawResult:
+def _within(law: Law, got: Tensor, expected: Tensor, moved: Tensor) -> Judgement:
     """Token by token, against the round-off response of the most sensitive token."""
     got, expected, moved = got.double(), expected.double(), moved.double()
     error = (got - expected).square().mean(-1).sqrt()
     floor = _SAFETY * float((moved - expected).square().mean(-1).sqrt().amax().clamp_min(1e-30))
-    scale = max(rms(expected), TINY)
     worst = float(error.nan_to_num(torch.inf).max())
-    return LawResult(law, worst / floor, worst / scale, floor / scale, 1.0, (), got.numel())
+    return judge_size(law, worst, floor, max(rms(expected), TINY), got.numel())
