@@ -105,6 +105,21 @@ def test_transformers_own_name_in_the_registry_is_transformers(model, monkeypatc
     assert located(model).verdict == "faulty"
 
 
+def test_a_hook_on_all_modules_is_the_device(model) -> None:
+    def wrong(module: nn.Module, args: object, output: object) -> object:
+        return output * 1.01 if type(module).__name__ == "LlamaMLP" else None
+
+    handle = nn.modules.module.register_module_forward_hook(wrong)
+    try:
+        verdict = located(model)
+        with shipped_functions():
+            assert not nn.modules.module._global_forward_hooks
+        assert len(nn.modules.module._global_forward_hooks) == 1
+    finally:
+        handle.remove()
+    assert verdict.verdict == "faulty" and verdict.suspects[0].site.place == 0
+
+
 def test_a_dispatch_mode_of_the_callers_is_the_device(model) -> None:
     class Wrong(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
