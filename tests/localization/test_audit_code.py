@@ -424,3 +424,15 @@ def test_modules_that_the_code_exchanges_are_judged_as_they_are():
     torch.manual_seed(0)
     verdict = ns.locate(transformers.BigBirdForCausalLM(config).eval(), method="audit")
     assert verdict.verdict == "healthy" and verdict.coverage.modules.share == 1
+
+
+def test_hidden_states_and_attentions_that_transformers_collects_are_not_the_code():
+    """They are gathered by hooks around the class's code, which the host does not run."""
+    model = tiny_model("llama", layers=2, attn_implementation="eager")
+    ids = torch.arange(3, 35).reshape(2, 16)
+    verdict = ns.locate(
+        ns.wrap(model),
+        inputs={"input_ids": ids, "output_hidden_states": True, "output_attentions": True},
+        quick=True,
+    )
+    assert verdict.verdict == "healthy", verdict.notes

@@ -77,6 +77,17 @@ def test_a_product_whose_squares_leave_float32s_range(size):
         assert again("linear", linear, x, y=linear(x) * (1 + 1e-5))[1].alarm
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_outputs_with_equal_weights_make_one_error(dtype):
+    """Equal columns, and equal rows, say no more than one: a sum of equal terms leans."""
+    linear = nn.Linear(64, 64, bias=False).to(dtype)
+    nn.init.constant_(linear.weight, 0.01)
+    for x in (torch.full((32, 64), 0.3, dtype=dtype), drawn(32, 64, dtype=dtype)):
+        assert not again("linear", linear, x)[1].alarm
+        with torch.no_grad():
+            assert again("linear", linear, x, y=linear(x) * 1.02)[1].alarm
+
+
 def test_numbers_below_the_normal_range_may_be_taken_as_zero():
     """Of an operand (vector units flush them), and of the gate of an activation, whose exponential overflows."""
     x, weight = drawn(40, 48, seed=1) * 2.0**-128, drawn(32, 48, seed=2) * 8
