@@ -13,6 +13,7 @@ import functools
 import importlib.util
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -61,7 +62,7 @@ def _replaced(module: ModuleType, owner: Any) -> Iterator[tuple[str, Any]]:
             continue
         own = value.__code__.co_qualname == prefix + name and _codes(value)[0][0] == Path(_file_of(module)).name
         if not own and (is_foreign(value) or not in_library):
-            original = _original(module, owner, prefix + name)
+            original = original_of(module, owner, prefix + name)
             if original is not None and _codes(original) != _codes(value):
                 yield name, original
 
@@ -79,8 +80,8 @@ def _file_of(module: ModuleType) -> str:
     return getattr(module, "__file__", None) or ""
 
 
-def _original(module: ModuleType, owner: Any, name: str) -> Any:
-    """The function of that name in the module's file; None if it has none, or several."""
+def original_of(module: ModuleType, owner: Any, name: str) -> Any:
+    """The function of that name in the module's file; None if it has none, or several under conditions."""
     path = _file_of(module)
     definition = _definitions(path).get(name)
     if definition is None:
@@ -98,8 +99,9 @@ def _original(module: ModuleType, owner: Any, name: str) -> Any:
 @functools.cache
 def _definitions(path: str) -> dict[str, ast.FunctionDef]:
     found = list(_defined(_statements(path)))
-    names = [name for name, _ in found]
-    return {name: each for name, each in found if names.count(name) == 1 and isinstance(each, ast.FunctionDef)}
+    often = Counter(name for name, _ in found)
+    always = {id(each) for each in _statements(path)}  # of several, as overloads have, the last counts
+    return {k: v for k, v in found if isinstance(v, ast.FunctionDef) and (often[k] == 1 or id(v) in always)}
 
 
 @functools.cache
@@ -132,7 +134,7 @@ def _replaced_entries(table: Any) -> Iterator[tuple[Any, str, Any]]:
             name = _names_in_table(_file_of(module), cls.__name__).get(key, "")
             original = vars(module).get(name)
             if is_foreign(original):
-                original = _original(module, module, name)
+                original = original_of(module, module, name)
             if is_foreign(value) and original is not None:
                 yield entries, key, original
 

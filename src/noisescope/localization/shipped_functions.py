@@ -6,6 +6,7 @@ its reference: while the host computes, the packages' own functions are put back
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,11 +20,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from noisescope.localization.patched_code import patched_code
+from noisescope.localization.patched_code import original_of, patched_code
 from noisescope.localization.unpatched_code import read_again
 
 _TORCH = str(Path(torch.__file__).parent)
 _NATIVE: dict[Any, Any] = {torch: torch._C._VariableFunctions, torch.Tensor: torch._C.TensorBase, F: torch._C._nn}
+_FILES = {torch: "torch.functional", torch.Tensor: "torch._tensor", F: "torch.nn.functional"}  # of what is not native
 _HOOKS = [
     held for name, held in vars(nn.modules.module).items() if name.startswith("_global_") and isinstance(held, dict)
 ]
@@ -111,12 +113,14 @@ def replaced_functions() -> list[Replaced]:
 
 
 def _from_package(owner: Any, name: str) -> Any:
-    """The function of that name in torch's native code or in its file, for what was replaced before the import."""
-    native = getattr(_NATIVE.get(owner), name, None)
-    if native is not None or owner in (torch, torch.Tensor):
-        return native
-    home = read_again(owner.__name__ if owner is F else owner.__module__, files=("functional", ""))
-    return vars(home if owner is F else getattr(home, owner.__name__)).get(name) if home is not None else None
+    """The function of that name in torch's file or native code, for what was replaced before the import."""
+    home = sys.modules[_FILES.get(owner) or owner.__module__]
+    found = original_of(home, owner, f"{owner.__name__}.{name}" if isinstance(owner, type) else name)
+    found = found or getattr(_NATIVE.get(owner), name, None)
+    if found is not None or owner in _FILES:
+        return found
+    again = read_again(owner.__module__, files=("",))
+    return None if again is None else vars(getattr(again, owner.__name__)).get(name)
 
 
 @contextmanager
