@@ -436,3 +436,13 @@ def test_hidden_states_and_attentions_that_transformers_collects_are_not_the_cod
         quick=True,
     )
     assert verdict.verdict == "healthy", verdict.notes
+
+
+def test_a_compiled_module_inside_the_model_is_judged_by_the_code_in_it():
+    model = tiny_model("llama", layers=2)
+    for block in model.model.layers:
+        block.mlp = torch.compile(block.mlp, backend="eager")
+    verdict = ns.locate(ns.wrap(model), quick=True)
+    assert (verdict.verdict, verdict.coverage.not_judged) == ("healthy", ())
+    model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: output * 1.01)
+    assert ns.locate(ns.wrap(model), quick=True).suspects[0].site.place == 1
