@@ -314,7 +314,8 @@ class _Uncompiled(nn.Module):
     """In place of torch.compile's module, which has no code of its own."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._orig_mod(*args, **kwargs)
+        inner: Any = self._modules["_orig_mod"]
+        return inner(*args, **kwargs)
 
 
 def _without_call_wrapper(cls: type) -> type:
