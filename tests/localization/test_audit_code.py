@@ -424,3 +424,25 @@ def test_modules_that_the_code_exchanges_are_judged_as_they_are():
     torch.manual_seed(0)
     verdict = ns.locate(transformers.BigBirdForCausalLM(config).eval(), method="audit")
     assert verdict.verdict == "healthy" and verdict.coverage.modules.share == 1
+
+
+def test_hidden_states_and_attentions_that_transformers_collects_are_not_the_code():
+    """They are gathered by hooks around the class's code, which the host does not run."""
+    model = tiny_model("llama", layers=2, attn_implementation="eager")
+    ids = torch.arange(3, 35).reshape(2, 16)
+    verdict = ns.locate(
+        ns.wrap(model),
+        inputs={"input_ids": ids, "output_hidden_states": True, "output_attentions": True},
+        quick=True,
+    )
+    assert verdict.verdict == "healthy", verdict.notes
+
+
+def test_a_compiled_module_inside_the_model_is_judged_by_the_code_in_it():
+    model = tiny_model("llama", layers=2)
+    for block in model.model.layers:
+        block.mlp = torch.compile(block.mlp, backend="eager")
+    verdict = ns.locate(ns.wrap(model), quick=True)
+    assert (verdict.verdict, verdict.coverage.not_judged) == ("healthy", ())
+    model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: output * 1.01)
+    assert ns.locate(ns.wrap(model), quick=True).suspects[0].site.place == 1

@@ -66,6 +66,39 @@ def test_an_error_of_one_percent_is_an_alarm_in_bfloat16(name):
     assert again(operator, callee, *args, y=(y.double() * 1.01).to(y.dtype))[1].alarm
 
 
+@pytest.mark.parametrize("size", [1e-13, 1e13])
+def test_a_product_whose_squares_leave_float32s_range(size):
+    """Squares of the terms underflow, or overflow, in float32: no alarm, and a small error is still one."""
+    linear = nn.Linear(48, 40, bias=False)
+    nn.init.normal_(linear.weight, std=size)
+    x = drawn(40, 48) * size
+    assert not again("linear", linear, x)[1].alarm
+    with torch.no_grad():
+        assert again("linear", linear, x, y=linear(x) * (1 + 1e-5))[1].alarm
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_outputs_with_equal_weights_make_one_error(dtype):
+    """Equal columns, and equal rows, say no more than one: a sum of equal terms leans."""
+    linear = nn.Linear(64, 64, bias=False).to(dtype)
+    nn.init.constant_(linear.weight, 0.01)
+    for x in (torch.full((32, 64), 0.3, dtype=dtype), drawn(32, 64, dtype=dtype)):
+        assert not again("linear", linear, x)[1].alarm
+        with torch.no_grad():
+            assert again("linear", linear, x, y=linear(x) * 1.02)[1].alarm
+
+
+def test_numbers_below_the_normal_range_may_be_taken_as_zero():
+    """Of an operand (vector units flush them), and of the gate of an activation, whose exponential overflows."""
+    x, weight = drawn(40, 48, seed=1) * 2.0**-128, drawn(32, 48, seed=2) * 8
+    for callee, operands in ((F.linear, (x, weight)), (torch.matmul, (x[None], weight.T[None]))):
+        assert not again("linear", callee, *operands, y=torch.zeros_like(callee(*operands)))[1].alarm
+        assert again("linear", callee, *(2.0**40 * each for each in operands), y=0 * callee(*operands))[1].alarm
+    far = -torch.linspace(88.8, 95, 64)[None]
+    assert not again("silu", F.silu, far, y=torch.zeros_like(far))[1].alarm
+    assert again("silu", F.silu, far / 2, y=torch.zeros_like(far))[1].alarm
+
+
 def test_keywords_and_scales_of_baddbmm():
     """BLOOM's scores: beta and alpha, operands by keyword, an addend that is broadcast."""
     added, a, b = drawn(4, 1, 9), drawn(4, 9, 16), drawn(4, 16, 9, seed=1)

@@ -78,6 +78,13 @@ def test_inputs_of_another_name_are_refused(method, name, strange, words):
         ns.locate(tiny_model(name), method=method, inputs=strange)
 
 
+def test_token_ids_for_a_wrapper_that_takes_anything(model):
+    ids = torch.arange(3, 35)[None]
+    for around in (model, torch.nn.DataParallel(model)):
+        batch = batches_for(around, None, [ids], 0)[0]
+        assert list(batch) == ["input_ids"] and torch.equal(batch["input_ids"], ids)
+
+
 def test_names_that_only_kwargs_take_are_allowed():
     """What transformers lists for its **kwargs; anything beside a known name where nothing is listed."""
     ids = torch.tensor([[5, 6]])

@@ -13,7 +13,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import noisescope as ns
-from noisescope.localization.shipped_functions import replaced_functions, shipped_functions
+from noisescope.localization.shipped_functions import _from_package, replaced_functions, shipped_functions
 from noisescope.testing import tiny_model
 
 
@@ -44,6 +44,26 @@ def test_functions_are_put_back_and_left_as_they_were(monkeypatch: pytest.Monkey
     with shipped_functions(), shipped_functions():
         assert (torch.rsqrt, torch.Tensor.exp, F.silu, nn.SiLU.forward) == shipped
     assert torch.rsqrt is torch.Tensor.exp is F.silu is nn.SiLU.forward is mine
+
+
+def test_originals_of_what_was_replaced_before_the_import() -> None:
+    """From torch's files where they are Python code, otherwise native."""
+    x, weight = torch.randn(3, 4), torch.randn(5, 4)
+    for owner, name, args in (
+        (F, "softmax", (x, -1)),
+        (F, "silu", (x,)),
+        (F, "embedding", (torch.tensor([0, 2]), weight)),
+        (F, "interpolate", (x[None], 8)),
+        (F, "linear", (x, weight)),
+        (torch, "einsum", ("ij,kj->ik", x, weight)),
+        (torch, "rsqrt", (x.abs(),)),
+        (torch.Tensor, "split", (x, 2)),
+        (nn.Linear, "forward", (nn.Linear(4, 2), x)),
+        (nn.Module, "__call__", (nn.Linear(4, 2), x)),
+    ):
+        original, shipped = _from_package(owner, name), getattr(owner, name)
+        expected, found = shipped(*args), original(*args)
+        assert all(map(torch.equal, found, expected)), name
 
 
 @pytest.mark.parametrize("name", ["silu", "scaled_dot_product_attention"])
@@ -103,6 +123,21 @@ def test_transformers_own_name_in_the_registry_is_transformers(model, monkeypatc
 
     monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", wrong)
     assert located(model).verdict == "faulty"
+
+
+def test_a_hook_on_all_modules_is_the_device(model) -> None:
+    def wrong(module: nn.Module, args: object, output: object) -> object:
+        return output * 1.01 if type(module).__name__ == "LlamaMLP" else None
+
+    handle = nn.modules.module.register_module_forward_hook(wrong)
+    try:
+        verdict = located(model)
+        with shipped_functions():
+            assert not nn.modules.module._global_forward_hooks
+        assert len(nn.modules.module._global_forward_hooks) == 1
+    finally:
+        handle.remove()
+    assert verdict.verdict == "faulty" and verdict.suspects[0].site.place == 0
 
 
 def test_a_dispatch_mode_of_the_callers_is_the_device(model) -> None:

@@ -47,7 +47,7 @@ from noisescope.localization.host_products import Recomputed
 from noisescope.localization.host_twin import HostTwin
 from noisescope.localization.inputs import Batch, parts_of, remarks
 from noisescope.localization.judge import Judgement
-from noisescope.localization.shipped_functions import replaced_functions
+from noisescope.localization.shipped_functions import replaced_functions, search_code
 from noisescope.localization.tensors import host_memory
 from noisescope.localization.unpatched_code import is_valid_choice
 from noisescope.localization.verdict import Verdict
@@ -142,6 +142,7 @@ class AuditRun:
         self._deferred_bytes = 0
         self._twin: HostTwin | None = None
         self._no_twin = ""
+        search_code(model)
         words = ", ".join(map(str, replaced_functions()))
         log.remarks += [
             f"patched at run time, so the host ran the code from the installed package instead: {words}"

@@ -310,8 +310,18 @@ def copied_modules(model: nn.Module) -> dict[str, nn.Module]:
     return {name: found[name] for name in names}
 
 
+class _Uncompiled(nn.Module):
+    """In place of torch.compile's module, which has no code of its own."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        inner: Any = self._modules["_orig_mod"]
+        return inner(*args, **kwargs)
+
+
 def _without_call_wrapper(cls: type) -> type:
     """The class below one that only wraps `__call__`: like a hook, such a wrapper runs around the model's own code."""
+    if (cls.__module__, cls.__name__) == ("torch._dynamo.eval_frame", "OptimizedModule"):
+        return _Uncompiled
     own = {name for name, value in vars(cls).items() if callable(value)}
     return cls.__bases__[0] if own == {"__call__"} and len(cls.__bases__) == 1 else cls
 

@@ -201,6 +201,7 @@ def _activation(name: str, x: Tensor, y: Tensor, *, stepwise: bool = False) -> R
         inner = gelu_inner(wide)
         slope = 1 / torch.cosh(inner).square()
         function = 0.5 * u * size * (slope * 6 * inner.abs() + 3) + 4 * u * values.abs()
+    function = function + size * number_format(torch.float32).flushed  # a gate that small may be 0
     # Where the gate is nearly open, x g(x) is rounded back to x, always upwards.
     below = (wide - values).abs()
     rounding = rounded_once(values, out.dtype)

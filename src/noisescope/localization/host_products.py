@@ -6,6 +6,7 @@ import copy
 import itertools
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -112,33 +113,52 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, rows: Rows
     total, every = len(a), (a, out)
     if chosen is not None:
         a, out = a[chosen], out[chosen]
-    values, squares = _multiply(a.double(), weight, out, check)
+    found = _multiply(a.double(), weight, out, check)
     if check is not None and chosen is not None:
         off = check.found().rows_off()
         more = torch.tensor(sorted({*off[: rows.most].tolist()} - {*chosen.tolist()}), dtype=torch.long)
         if len(more):
             chosen, order = torch.cat([chosen, more]).sort()
             again = _multiply(every[0][more].double(), weight, out)
-            values, squares = (torch.cat(pair)[order] for pair in zip((values, squares), again, strict=True))
+            found = Sums(*(torch.cat(pair)[order] for pair in zip(found, again, strict=True)))
             a, out = every[0][chosen], every[1][chosen]
-    reference = _sum_reference(values, squares, a.shape[-1], out.dtype, added, short)
+    reference = _sum_reference(found, a.shape[-1], out.dtype, added, short)
     unsampled = 0 if chosen is None else total - len(chosen)
     operands = a.double()[None], as_multiplied(weight.detach(), out).T[None]
     return Recomputed(out, reference, operands, checksums=unsampled, lead=tuple(y.shape[:-1]), rows=chosen)
 
 
-def _multiply(a: Tensor, weight: Tensor, y: Tensor, check: Checker | None = None) -> tuple[Tensor, Tensor]:
-    """a w^T in float64, and S^2 + P^2 in float32 (they only scale a tolerance), some columns at a time."""
-    values = a.new_empty(len(a), len(weight))
-    squares = torch.empty(len(a), len(weight))
-    a_squared = a.square().float()
+class Sums(NamedTuple):
+    """A product a b, and what its error depends on, all in float64."""
+
+    values: Tensor
+    squares: Tensor  # S^2 + P^2
+    sizes: Tensor  # the largest number of the row of a, plus that of the column of b
+
+
+def _multiply(a: Tensor, weight: Tensor, y: Tensor, check: Checker | None = None) -> Sums:
+    """a w^T, some columns at a time.
+
+    S^2 only scales a tolerance, so it is summed in float32, of numbers up to 1: other squares may leave its range.
+    """
+    values, squares, sizes = (a.new_empty(len(a), len(weight)) for _ in range(3))
+    a_size = _largest(a)
+    a_squared = (a / a_size).square().float()
     for here, part in columns_on_host(weight, y):
-        wide, squared = part.double(), part.float().square()
-        values[:, here], partial = _partial_sums(a, wide)
-        torch.addmm(partial.float(), a_squared, squared.T, out=squares[:, here])
+        wide, size = part.double(), _largest(part)
+        values[:, here], squares[:, here] = _partial_sums(a, wide)
+        scaled = (a_squared @ (part / size).float().square().T).double()
+        squares[:, here] += scaled * (a_size * size.double().T).square()
+        sizes[:, here] = a_size + size.T
         if check is not None:
-            check.see(here, wide, squared)
-    return values, squares
+            check.see(here, wide, part.float().square())
+    return Sums(values, squares, sizes)
+
+
+def _largest(x: Tensor) -> Tensor:
+    """The largest number of each row, never 0 or infinite."""
+    form = torch.finfo(x.dtype)
+    return x.abs().amax(-1, keepdim=True).clamp(form.smallest_normal, form.max)
 
 
 def _partial_sums(a: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
@@ -155,11 +175,12 @@ def _partial_sums(a: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     return total, squares.div_(parts)
 
 
-def _sum_reference(
-    values: Tensor, squares: Tensor, terms: int, dtype: torch.dtype, added: Tensor | None, short: Shortening
-) -> Reference:
-    """The tolerance of a sum of products: its own error, that of an addend, and the rounding of the result."""
-    u = WORK_ROUNDOFF
+def _sum_reference(sums: Sums, terms: int, dtype: torch.dtype, added: Tensor | None, short: Shortening) -> Reference:
+    """The tolerance of a sum of products: its own error, that of an addend, and the rounding of the result.
+
+    Operands below the normal numbers may be taken as 0: then each term is off by as much times the other operand.
+    """
+    u, (values, squares, sizes) = WORK_ROUNDOFF, sums
     if added is not None:
         squares = squares + added.square()  # some kernels start from the addend: then it is in every partial sum
     spread = sum_spread(terms, squares, values, u)
@@ -172,7 +193,8 @@ def _sum_reference(
         bounds = (rounded_once(values, dtype),)  # others round the product before they add
         grain = grain + 2 * bounds[0]
         values = values + added
-    bounds = (rounded_once(values, dtype), *bounds)
+    flushed = terms * number_format(dtype).flushed * sizes
+    bounds = (rounded_once(values, dtype) + flushed, *bounds)
     return Reference(values, bounds, spread, systematic, grain, offset=added is not None, sums=True)
 
 
@@ -195,12 +217,13 @@ def batched(
     values, squares = _partial_sums(wide, other.transpose(-1, -2))
     values = values * alpha
     squares = (squares + torch.matmul(wide.square(), other.square())) * alpha**2
+    sizes = (_largest(wide) + _largest(other.mT).mT).expand_as(values) * abs(alpha)
 
     def flat(t: Tensor) -> Tensor:
         return t.reshape(-1, t.shape[-1])
 
     added = None if added is None else flat(added)
-    reference = _sum_reference(flat(values), flat(squares), a.shape[-1], out.dtype, added, short)
+    reference = _sum_reference(Sums(*map(flat, (values, squares, sizes))), a.shape[-1], out.dtype, added, short)
     left = wide.expand(*lead, *wide.shape[-2:]).reshape(-1, *wide.shape[-2:])
     right = other.expand(*lead, *other.shape[-2:]).reshape(-1, *other.shape[-2:]) * alpha
     whole = (*lead, y.numel() // max(1, out.shape[-1] * math.prod(lead)))
@@ -224,11 +247,12 @@ def grouped(x: Tensor, weights: Tensor, ends: Tensor, y: Tensor, rows: Rows) -> 
     chosen = torch.arange(total) if chosen is None else chosen
     a, out, expert = as_multiplied(a[chosen], out), out[chosen], expert[chosen]
     wide = a.double()
-    values, squares = wide.new_empty(out.shape), torch.empty(out.shape)
+    found = Sums(*(wide.new_empty(out.shape) for _ in range(3)))
     for number in sorted(set(expert.tolist())):
         here = expert == number
-        values[here], squares[here] = _multiply(wide[here], weights[number].detach().T, out)
-    reference = _sum_reference(values, squares, a.shape[-1], out.dtype, None, shortened(out.dtype, rows.device))
+        for every, part in zip(found, _multiply(wide[here], weights[number].detach().T, out), strict=True):
+            every[here] = part
+    reference = _sum_reference(found, a.shape[-1], out.dtype, None, shortened(out.dtype, rows.device))
     return Recomputed(out, reference)
 
 
@@ -238,8 +262,9 @@ def einsum(equation: str, a: Tensor, b: Tensor, y: Tensor, rows: Rows) -> Recomp
     values = torch.einsum(equation, wide, other)
     squares = torch.einsum(equation, wide.square(), other.square())
     terms = max(1, round(math.sqrt(wide.numel() * other.numel() / max(1, values.numel()))))  # K, or more
-    flat = [t.reshape(-1, t.shape[-1]) for t in (out, values, squares)]
-    reference = _sum_reference(flat[1], flat[2], terms, out.dtype, None, shortened(out.dtype, rows.device))
+    sizes = (wide.abs().amax() + other.abs().amax()).expand_as(values)
+    flat = [t.reshape(-1, t.shape[-1]) for t in (out, values, squares, sizes)]
+    reference = _sum_reference(Sums(*flat[1:]), terms, out.dtype, None, shortened(out.dtype, rows.device))
     return Recomputed(flat[0], reference, lead=tuple(y.shape[:-1]))
 
 

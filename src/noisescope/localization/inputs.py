@@ -197,8 +197,9 @@ def _batch(model: nn.Module, item: Any) -> Batch:
     if isinstance(item, Mapping):
         return dict(item)
     if isinstance(item, Tensor):
-        names = [name for name in inspect.signature(model.forward).parameters if name not in ("args", "kwargs")]
-        return {"input_ids" if "input_ids" in names else names[0]: item}
+        given = inspect.signature(model.forward).parameters.values()
+        names = [each.name for each in given if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+        return {"input_ids" if "input_ids" in names or not names else names[0]: item}
     raise InvalidInput(
         f"a batch must be a dict of the model's arguments or a tensor of token ids, got {type(item).__name__}"
     )

@@ -17,6 +17,7 @@ e = output - reference, sigma^2 the model's variance. Rows that occur several ti
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -165,6 +166,12 @@ def judge(y: Tensor, reference: Reference, *, probabilities: bool = False) -> Ju
     result.tests += number_of_tests(y.shape[1], y.dtype)
     result.raise_to("bits", math.inf if whole or channels else 0.0)
     result.channels.update(channels)
+    if result.alarm and not result.bad:  # only all of them together: are they all numbers of their own?
+        columns = distinct_rows(y.T, reference.values.T)
+        if len(columns) < y.shape[1]:
+            again = judge(y[:, columns], reference[:, columns], probabilities=probabilities)
+            alike = {columns[channel] for channel in again.channels}
+            return dataclasses.replace(again, channels=alike, elements=result.elements)
     return result
 
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import starmap
 from operator import is_not
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType
@@ -19,12 +20,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from noisescope.localization.patched_code import original_of, patched_code
 from noisescope.localization.unpatched_code import read_again
 
 _TORCH = str(Path(torch.__file__).parent)
 _NATIVE: dict[Any, Any] = {torch: torch._C._VariableFunctions, torch.Tensor: torch._C.TensorBase, F: torch._C._nn}
+_FILES = {torch: "torch.functional", torch.Tensor: "torch._tensor", F: "torch.nn.functional"}  # of what is not native
+_HOOKS = [
+    held for name, held in vars(nn.modules.module).items() if name.startswith("_global_") and isinstance(held, dict)
+]
 _COMPUTES_NOTHING = {"compile"}  # Lightning wraps torch.compile, and the host compiles nothing
-_REGISTRY = {"sdpa": ("transformers.integrations.sdpa_attention", "sdpa_attention_forward")}
 
 
 def _owners() -> list[Any]:
@@ -78,8 +83,16 @@ class Replaced:
     shipped: Any
 
     def __str__(self) -> str:
-        home = "attention" if isinstance(self.owner, dict) else self.owner.__name__
+        home = "implementation" if isinstance(self.owner, dict) else self.owner.__name__
         return f"{home}.{self.name}"
+
+
+_in_model_code: list[tuple[Replaced, Any]] = []  # and by what; many files are searched, so once per audit
+
+
+def search_code(model: nn.Module) -> None:
+    """Search transformers and the model's classes for functions that were replaced until now."""
+    _in_model_code[:] = [(each, _get(each)) for each in starmap(Replaced, patched_code(model))]
 
 
 def replaced_functions() -> list[Replaced]:
@@ -96,44 +109,41 @@ def replaced_functions() -> list[Replaced]:
             shipped = _from_package(owner, name) if (owner, name) in _FOREIGN_AT_IMPORT else was_held
             if shipped is not None:
                 found.append(Replaced(owner, name, shipped))
-    return found + list(_attention_functions())
+    return found + [each for each, patch in _in_model_code if _get(each) is patch]
 
 
 def _from_package(owner: Any, name: str) -> Any:
-    """The function of that name in torch's native code or in its file, for what was replaced before the import."""
-    native = getattr(_NATIVE.get(owner), name, None)
-    if native is not None or owner in (torch, torch.Tensor):
-        return native
-    home = read_again(owner.__name__ if owner is F else owner.__module__, files=("functional", ""))
-    return vars(home if owner is F else getattr(home, owner.__name__)).get(name) if home is not None else None
-
-
-def _attention_functions() -> Iterator[Replaced]:
-    """Names in transformers' registry that are its own; users may define others."""
-    home = sys.modules.get("transformers.modeling_utils")
-    table = None if home is None else home.AttentionInterface._global_mapping
-    for name, (module, function) in _REGISTRY.items() if table is not None else ():
-        shipped = vars(sys.modules[module])[function] if module in sys.modules else None
-        if table is not None and name in table and shipped is not None and table[name] is not shipped:
-            yield Replaced(table, name, shipped)
+    """The function of that name in torch's file or native code, for what was replaced before the import."""
+    home = sys.modules[_FILES.get(owner) or owner.__module__]
+    found = original_of(home, owner, f"{owner.__name__}.{name}" if isinstance(owner, type) else name)
+    found = found or getattr(_NATIVE.get(owner), name, None)
+    if found is not None or owner in _FILES:
+        return found
+    again = read_again(owner.__module__, files=("",))
+    return None if again is None else vars(getattr(again, owner.__name__)).get(name)
 
 
 @contextmanager
 def shipped_functions() -> Iterator[None]:
-    """Temporarily restore the packages' own functions."""
+    """Temporarily restore the packages' own functions, without hooks on all modules."""
     replaced = replaced_functions()
     before = [_get(each) for each in replaced]
+    hooks = [(table, dict(table)) for table in _HOOKS if table]
     try:
         for each in replaced:
             _set(each, each.shipped)
+        for table, _ in hooks:
+            table.clear()
         yield
     finally:
         for each, value in zip(replaced, before, strict=True):
             _set(each, value)
+        for table, held in hooks:
+            table.update(held)
 
 
 def _get(each: Replaced) -> Any:
-    return each.owner[each.name] if isinstance(each.owner, dict) else vars(each.owner)[each.name]
+    return (each.owner if isinstance(each.owner, dict) else vars(each.owner)).get(each.name)
 
 
 def _set(each: Replaced, value: Any) -> None:
