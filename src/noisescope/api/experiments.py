@@ -19,6 +19,7 @@ from noisescope.api.reports import end_facts
 from noisescope.atomic_write import folder_inside
 from noisescope.data.dataset import DataSet, read_data
 from noisescope.demo.experiment_tasks import arithmetic, practice
+from noisescope.demo.train import Settings
 from noisescope.errors import InvalidInput
 from noisescope.jsonform import to_json
 from noisescope.model.fingerprint import model_fingerprint
@@ -214,8 +215,14 @@ def _factors(task: Task, arms: Sequence[Arm], store: Store, name: str, *, matche
     """Of each rule and layer, from a diagnosis of the model; kept in the store, for a trial's id holds them."""
     from noisescope.api.diagnosis import diagnose
 
+    rules = dict.fromkeys(arm.kind for arm in arms if arm.kind in RULES)
+    if rules and (layers := task.about().get("layers", Settings.layers)) != Settings.layers:
+        raise InvalidInput(
+            f"an adaptive arm takes its factors from the bundled model of {Settings.layers} layers, and the model to "
+            f"train has {layers}: train one of {Settings.layers}, or leave the arm out"
+        )
     found: dict[str, dict[Place, float]] = {}
-    for rule in dict.fromkeys(arm.kind for arm in arms if arm.kind in RULES):
+    for rule in rules:
         key = "factors" + (f" {rule}" if rule != "adaptive" else "") + (" matched" if matched else "") + name
         known = store.fact(key)
         if known is None:
@@ -225,11 +232,6 @@ def _factors(task: Task, arms: Sequence[Arm], store: Store, name: str, *, matche
             factors = schedules.from_report(report, SMOOTH.get(rule, rule), matched=matched)
             known = {str(layer): factor for layer, factor in factors.items()}
             store.note(**{key: known})
-        if (layers := task.about().get("layers", len(known))) != len(known):
-            raise InvalidInput(
-                f"an adaptive arm takes its factors from the bundled model of {len(known)} layers, and the model to "
-                f"train has {layers}: train one of {len(known)}, or leave the arm out"
-            )
         found[rule] = {int(layer): factor for layer, factor in known.items()}
     return found
 
