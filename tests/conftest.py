@@ -24,66 +24,29 @@ hypothesis.settings.load_profile("here")
 
 # A file is one process's work: a long one that begins last would leave the other core idle.
 LONGEST = (
+    "localization/test_audit.py",
+    "runs/test_broken_runs.py",
     "cli/test_demo.py",
     "runs/test_ray_executor.py",
-    "localization/test_audit.py",
-    "localization/test_relations_faults.py",
     "localization/test_relations.py",
+    "test_api.py",
     "training/test_phases_experiment.py",
-    "engines/test_compare.py",
-    "localization/test_relations_guards.py",
-    "compat/noisy_ops/test_process_wide.py",
-    "localization/test_backward.py",
-    "localization/test_block_scans.py",
-    "test_api.py",
-)
-
-# Recording lines makes Python code take twice as long. The lines that these files run are recorded in others: whole
-# questions are made of modules that have tests of their own, and all relations are passed in test_relations_faults.py.
-NOT_RECORDED = (
-    "test_api.py",
-    "test_detection.py",
-    "test_docs.py",
-    "test_field_faults.py",
-    "localization/test_audit_faults.py",
-    "localization/test_audit_between.py",
-    "localization/test_dtypes.py",
-    "localization/test_locate.py",
-    "localization/test_relations.py",
-)
-# Where a case takes half a second: of a parametrised test only the first case is recorded.
-FIRST_CASE_RECORDED = (
-    "engines/test_compare.py",
-    "localization/test_audit.py",
-    "localization/test_audit_attention.py",
-    "localization/test_audit_code.py",
-    "localization/test_audit_phases.py",
-    "localization/test_fingerprint_locator.py",
-    "localization/test_formula_recognition_classes.py",
     "localization/test_relations_faults.py",
-    "localization/test_relations_guards.py",
-    "localization/test_calls_with_other_inputs.py",
+    "localization/test_audit_code.py",
+    "localization/test_audit_between.py",
     "localization/test_block_scans.py",
-    "stats/test_multiple_comparisons.py",
-    "stats/test_typical.py",
+    "engines/test_compare.py",
+    "reports/test_browser.py",
+    "cli/test_records.py",
+    "cli/test_plan.py",
 )
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first, whatever order the others come in; coverage pauses where it costs and adds nothing."""
-    here = Path(__file__).parent
-    order = {here / name: at for at, name in enumerate(LONGEST)}
+    """The longest files first, whatever order the others come in."""
+    order = {Path(__file__).parent / name: at for at, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path, len(order)))
-    paused, first_only = ({here / name for name in names} for names in (NOT_RECORDED, FIRST_CASE_RECORDED))
-    for item in items:
-        if item.path in paused or (item.path in first_only and _is_later_case(item)):
-            item.add_marker("no_cover")
-
-
-def _is_later_case(item: pytest.Item) -> bool:
-    case = getattr(item, "callspec", None)
-    return case is not None and any(case.indices.values())
 
 
 def pytest_collection_finish() -> None:

@@ -13,7 +13,7 @@ import noisescope as ns
 from noisescope.cli import app
 from noisescope.reports.next_steps import next_steps, run_command
 
-ASKED = "diagnose demo --effort screen --samples 16 --max-tokens 20 --seeds 1 --level operator --slice 20"
+ASKED = "diagnose demo --effort screen --samples 8 --max-tokens 20 --seeds 1 --level operator --slice 20"
 
 
 def test_a_report_passes_its_own_gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

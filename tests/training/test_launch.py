@@ -17,33 +17,39 @@ from noisescope.compat.noisy_ops.state import state
 from noisescope.errors import InvalidInput, NothingInjected
 from noisescope.training import launch
 
-WORKER = """
-import json, torch
-from noisescope import noisy_ops
-from noisescope.testing import tiny_model
-model, tokens = tiny_model("llama"), torch.arange(1, 13).reshape(2, 6)
-with torch.no_grad():
-    clean = model(tokens).logits.sum().item()
-before = noisy_ops.get_injection_stats()["total_forward"]
-loss = model(tokens, labels=tokens).loss
-loss.backward()
-print(json.dumps([clean, before, loss.item()]))
+WORKERS = """
+import json, os, sys, torch
+import transformers.models.llama.modeling_llama  # once for all: what is forked has it
+for rank in range(2):
+    if child := os.fork():
+        assert os.waitpid(child, 0)[1] == 0
+        continue
+    os.environ["RANK"] = str(rank)
+    from noisescope import noisy_ops
+    from noisescope.testing import tiny_model
+    model, tokens = tiny_model("llama"), torch.arange(1, 13).reshape(2, 6)
+    with torch.no_grad():
+        clean = model(tokens).logits.sum().item()
+    before = noisy_ops.get_injection_stats()["total_forward"]
+    loss = model(tokens, labels=tokens).loss
+    loss.backward()
+    print(json.dumps([clean, before, loss.item()]), flush=True)
+    sys.exit()
 """
 
 
-def worker(rank: int, variables: dict[str, str]) -> list[float]:
+def workers(variables: dict[str, str]) -> list[list[float]]:
+    """What two processes that import noisescope each find."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("NOISESCOPE", "VERL"))}
-    done = subprocess.run(
-        [sys.executable, "-c", WORKER], env={**clean, **variables, "RANK": str(rank)}, check=True, capture_output=True
-    )
-    return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+    done = subprocess.run([sys.executable, "-c", WORKERS], env={**clean, **variables}, check=True, capture_output=True)
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith(b"[")]
 
 
 @pytest.mark.slow
 def test_workers_differ_and_are_confirmed(tmp_path: Path) -> None:
     """Two ranks start from the same clean model, train under different noise, and both are counted."""
     variables = launch.environment(0.1, seed=3, tally=tmp_path, phases=("forward",))
-    first, second = (worker(rank, variables) for rank in range(2))
+    first, second = workers(variables)
     assert first[0] == second[0] and first[1] == second[1] == 0  # nothing fell without gradients
     assert first[2] != second[2]
     tally = variables["NOISESCOPE_TALLY"]

@@ -26,17 +26,10 @@ def results() -> list[dict[str, Any]]:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     script = str(Path(__file__).with_name("two_processes.py"))
-    running = [
-        subprocess.Popen(
-            [sys.executable, script, str(rank), port, "data,sharded,split,whole,tensor,unnamed"],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outputs = [process.communicate(timeout=120)[0] for process in running]
-    assert [process.returncode for process in running] == [0, 0]
-    return [json.loads(output.splitlines()[-1]) for output in outputs]
+    command = [sys.executable, script, port, "data,sharded,split,whole,tensor,unnamed"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=120, check=True)
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return sorted(found, key=lambda result: result["process"])
 
 
 @pytest.mark.parametrize("case", ["data", "sharded"])

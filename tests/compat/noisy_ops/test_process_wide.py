@@ -381,25 +381,24 @@ SCRIPT = """
 import torch, sys
 from noisescope.testing import tiny_inputs, tiny_model
 import noisescope
-{imports}
 model = tiny_model("llama")
-model(**tiny_inputs("llama"), labels=tiny_inputs("llama")["input_ids"]).loss.backward()
+def train():
+    model(**tiny_inputs("llama"), labels=tiny_inputs("llama")["input_ids"]).loss.backward()
+train()
 {after}
 """
 READ = """
+print(torch.nn.Module.__call__.__module__, 'noisescope.noisy_ops' in sys.modules)
+from noisescope import noisy_ops
+train()
 stats = noisy_ops.get_injection_stats()
 print(stats["total_forward"], stats["total_backward"], sorted(noisy_ops.get_layer_injection_stats()))
 """
 
 
-def run(code: str, *before: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("NOISESCOPE", "VERL"))} | variables
-    return subprocess.run(
-        [sys.executable, *before, *(["-c", code] if not before else [])],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize(
@@ -430,26 +429,18 @@ def test_environment(monkeypatch, model, variables, counts):
 
 
 @pytest.mark.slow
-def test_environment_activates_on_import():
-    """In a worker process, importing noisy_ops is enough."""
-    done = run(SCRIPT.format(imports="from noisescope import noisy_ops", after=READ), VERL_NOISY_OPS_ENABLED="1")
-    assert done.stdout.strip() == "19 19 [0, 1]", done.stderr
-
-
-@pytest.mark.slow
-def test_import_noisescope_reads_no_environment():
-    """`import noisescope` alone never noises anything."""
-    after = "print(torch.nn.Module.__call__.__module__, 'noisescope.noisy_ops' in sys.modules)"
-    done = run(SCRIPT.format(imports="", after=after), NOISESCOPE_ENABLED="1")
-    assert done.stdout.strip() == "torch.nn.modules.module False", done.stderr
+def test_environment_activates_on_import_of_noisy_ops_alone():
+    """In a worker process, importing noisy_ops is enough, and `import noisescope` alone never noises anything."""
+    done = run("-c", SCRIPT.format(after=READ), VERL_NOISY_OPS_ENABLED="1")
+    assert done.stdout.splitlines() == ["torch.nn.modules.module False", "19 19 [0, 1]"], done.stderr
 
 
 @pytest.mark.slow
 def test_run_a_script(tmp_path, capsys, monkeypatch):
     """python -m noisescope.noisy_ops runs a script under noise and prints the counts to stderr; zero is exit code 2."""
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT.format(imports="", after="print(sys.argv[1:])"))
-    done = run("", "-m", "noisescope.noisy_ops", str(script), "a", "--b")
+    script.write_text(SCRIPT.format(after="print(sys.argv[1:])"))
+    done = run("-m", "noisescope.noisy_ops", str(script), "a", "--b")
     assert done.returncode == 0 and done.stdout.strip() == "['a', '--b']"
     assert "injections   forward       19 backward       19" in done.stderr
     script.write_text("print('no model here')")
