@@ -36,8 +36,9 @@ PROMPT = 16  # tokens of a text that its greedy continuation is generated from, 
 BATCH = 8
 
 UNSEEN = (
-    "Modelled is another order of summation with correct rounding. Kernels that compute otherwise on purpose (a KV "
-    "cache or products in fewer bits, an approximate exp) differ by more, and so may two checkpoints.",
+    "Modelled is another order of summation with correct rounding, and in float32 sums about as accurate as this "
+    "system's. Kernels that compute otherwise on purpose (a KV cache or products in fewer bits, an approximate exp) "
+    "differ by more, and so may two checkpoints.",
     "Greedy texts are followed by forwards over the whole text; decoding token by token rounds alike, but other batch "
     "sizes and scheduling in a serving engine were not run.",
 )
@@ -61,15 +62,25 @@ def roundoff(subject: Subject, options: RobustnessOptions) -> Report:
     return Report(Roundoff(run=run, roundoff=found, could_not_see=(*prepared.notes, *UNSEEN)))
 
 
-def measure_band(subject: Subject, sequences: Sequence[Sequence[int]], *, seeds: int = 3) -> RoundoffBand:
+def measure_band(
+    subject: Subject, sequences: Sequence[Sequence[int]], *, seeds: int = 3, reported: bool = True
+) -> RoundoffBand:
     """The band of a model on token ids, all but the first token of each sequence scored.
+
+    `reported`: for log-probabilities as engines report them, computed in float32; False: for those of their logits.
 
     band = measure_band(subject, [tokenizer(text)["input_ids"] for text in texts])
     band.judge(gap_between(logprobs_of_a, logprobs_of_b))
     """
     scored = [ScoredTokens(number, tuple(ids), 1) for number, ids in enumerate(sequences)]
-    runs = run_rounded(subject.model, scored, seeds=range(seeds), batch=BATCH, anatomy=subject.anatomy, blocks=False)
-    return band_of(runs.logprobs, runs.differences, dtype=dtype_of(subject.model))
+    runs = run_rounded(
+        subject.model, scored, seeds=range(seeds), batch=BATCH, anatomy=subject.anatomy, blocks=False, reported=reported
+    )
+    return _band(runs, dtype_of(subject.model))
+
+
+def _band(runs: RoundoffRuns, dtype: str) -> RoundoffBand:
+    return band_of(runs.logprobs, runs.differences, dtype=dtype, method=runs.method)
 
 
 def _concluded(runs: RoundoffRuns, greedy: GreedyForecast | None, dtype: str) -> RoundoffFound:
@@ -77,7 +88,7 @@ def _concluded(runs: RoundoffRuns, greedy: GreedyForecast | None, dtype: str) ->
         digits_of(str(block), np.concatenate(errors)) for block, errors in sorted(runs.block_errors.items())
     ]
     return RoundoffFound(
-        band=band_of(runs.logprobs, runs.differences, dtype=dtype),
+        band=_band(runs, dtype),
         layers=tuple(layers),
         logits=digits_of("logits", np.concatenate(runs.logit_errors)),
         greedy=greedy,
