@@ -25,7 +25,7 @@ from noisescope.data import generation
 from noisescope.diagnosis.context import Settings
 from noisescope.diagnosis.report import Cost, Run
 from noisescope.errors import InvalidInput
-from noisescope.measures.rounded_forwards import OPERATORS, RoundoffRuns, ScoredTokens, run_rounded
+from noisescope.measures.rounded_forwards import OPERATORS, Method, RoundoffRuns, ScoredTokens, run_rounded
 from noisescope.model.forwards import dtype_of, input_device
 from noisescope.model.loading import Subject
 from noisescope.options.sensitivity import RobustnessOptions
@@ -57,8 +57,8 @@ def roundoff(subject: Subject, options: RobustnessOptions) -> Report:
     runs = run_rounded(subject.model, sequences, seeds=seeds, batch=BATCH, anatomy=subject.anatomy)
     greedy, texts = _greedy(subject, prepared, seeds, options.max_new_tokens)
     found = _concluded(runs, greedy, dtype_of(subject.model))
-    count = (1 + len(seeds)) * (len(sequences) + texts)
-    run = _run(prepared, options, time.perf_counter() - started, count / len(sequences))
+    count = (1 + len(runs.differences[0])) * (len(sequences) + texts)
+    run = _run(prepared, options, time.perf_counter() - started, count / len(sequences), runs.method)
     return Report(Roundoff(run=run, roundoff=found, could_not_see=(*prepared.notes, *UNSEEN)))
 
 
@@ -128,11 +128,14 @@ def with_ends(texts: list[list[int]], ends: list[int], limit: int) -> list[list[
     return [[*text, ends[0]] if ends and len(text) < limit else text for text in texts]
 
 
-def _run(prepared: Prepared, options: RobustnessOptions, seconds: float, forwards: float) -> Run:
+def _run(prepared: Prepared, options: RobustnessOptions, seconds: float, forwards: float, method: Method) -> Run:
     facts = prepared.facts
     eps = torch.finfo(next(p.dtype for p in prepared.subject.model.parameters() if p.is_floating_point())).eps
     settings = replace(
-        facts.settings, perturbation=repr(Rounding()), noise_scale=eps, layer_operators=tuple(sorted(OPERATORS))
+        facts.settings,
+        perturbation=repr(Rounding()) if method == "rounding" else method,
+        noise_scale=eps,
+        layer_operators=tuple(sorted(OPERATORS)),
     )
     cost = Cost(seconds=seconds, trials=0, trials_run_now=0, forwards=forwards)
     ended = end_facts(None, full_paths=options.full_paths)
