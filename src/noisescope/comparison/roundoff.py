@@ -37,8 +37,8 @@ FALSE_ALARM = 0.01  # share of healthy pairs whose gap lies above the band
 FEWEST_TOKENS = 32  # below, a mean |difference| says too little to be judged
 
 # Spread (standard deviation of the logarithm) of measured / expected over healthy pairs of kernels, rounded up:
-# benchmarks/roundoff_band.py has the pairs. float32 kernels differ in how they sum, which decides their error; in 16
-# bits the rounding of results hides that.
+# benchmarks/roundoff_band.py and engine_band.py have the pairs. float32 kernels differ in how they sum, which decides
+# their error; in 16 bits the rounding of results hides that.
 KERNEL_SPREAD = {"bfloat16": 0.25, "float16": 0.25, "float32": 0.60, "float64": 0.60}
 _SURPRISES = (0.0, 0.01, 0.1, 0.5, 1.0, 2.0, 4.0, 8.0, math.inf)  # edges of -log p, in nats
 _FEWEST_IN_BIN = 20
