@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -11,8 +12,9 @@ from noisescope.measures.float64_mode import Float64Mode
 from noisescope.testing import tiny_model
 
 
-def test_a_model_computes_as_its_copy_in_float64_and_stays_as_it_was() -> None:
-    model = tiny_model("llama", layers=2)
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "bloom", "falcon"])
+def test_a_model_computes_as_its_copy_in_float64_and_stays_as_it_was(name: str) -> None:
+    model = tiny_model(name, layers=2)
     before = {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in model.state_dict().items()}
     ids = torch.arange(3, 23)[None]
     wide = copy.deepcopy(model).double()
