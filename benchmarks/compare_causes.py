@@ -3,6 +3,7 @@
     python benchmarks/compare_causes.py                   both systems in transformers, the bundled model
     python benchmarks/compare_causes.py --healthy         pairs without a cause
     python benchmarks/compare_causes.py --vllm MODEL      a few causes, and healthy pairs, between transformers and vLLM
+    python benchmarks/compare_causes.py --vllm MODEL --healthy      the healthy pairs alone
 
 Causes are planted by other means than noisescope's: weights and buffers edited, forwards replaced, reports altered. The
 truth is measured by plain forwards of both models before and after the cause is taken out.
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 
 import noisescope as ns
 from noisescope import demo
+from noisescope.api.systems import roundoff_band
 from noisescope.comparison.system_comparison import Sampling, SystemComparison
 from noisescope.data.dataset import DataSet, Item, built_in, gather, read_data
 from noisescope.engines.compare import compare_systems
@@ -411,7 +413,7 @@ def run_healthy() -> list[dict[str, Any]]:
     return found
 
 
-def vllm_plants(model: str, dtype: str) -> list[dict[str, Any]]:
+def vllm_plants(model: str, dtype: str, *, healthy_alone: bool) -> list[dict[str, Any]]:
     """Healthy pairs on several prompts, then causes planted in vLLM's own modules."""
     from noisescope.engines.vllm_engine import VllmEngine
 
@@ -425,7 +427,9 @@ def vllm_plants(model: str, dtype: str) -> list[dict[str, Any]]:
         data = gather(texts[first : first + count], "built-in text")
         prompts = (a.encode(data, length), b.encode(data, length))
         plant = Plant(name, lambda: (a, b), stage, called)
-        found = compare_systems(a, b, prompts)
+        band = roundoff_band(a, prompts[0])
+        assert band is not None
+        found = compare_systems(a, b, prompts, band=band)
         real = truth_by_logits(a, b, prompts[0]) - (base if called else 0.0)
         row = judged(plant, found, real) if called else {"name": name, "nats": found.total.value, "truth": real}
         rows.append(
@@ -434,12 +438,18 @@ def vllm_plants(model: str, dtype: str) -> list[dict[str, Any]]:
                 "verdict": found.verdict,
                 "token_gap": found.token_gap.value,
                 "causes": [c.words for c in found.causes],
+                "gap": found.unexplained_gap.value,
+                "expected": band.expected.value,
+                "high": band.high,
+                "allowed": [note for note in found.notes if "allowed for" in note],
             }
         )
         print(rows[-1], flush=True)
 
     for first in range(0, 24, 4):
         compare(f"healthy, {dtype}", first, 4, 24 + first)
+    if healthy_alone:
+        return rows
     base = truth_by_logits(a, b, a.encode(gather(texts[:4], "built-in text"), 40))  # the round-off that stays
     block = b.model.model.layers[7]
     scale = block.self_attn.attn.impl.scale
@@ -488,7 +498,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.vllm:
-        rows = vllm_plants(options.vllm, options.dtype)
+        rows = vllm_plants(options.vllm, options.dtype, healthy_alone=options.healthy)
     elif options.healthy:
         rows = run_healthy()
         faults = sum(row["verdict"] not in ("identical", "round-off") for row in rows)

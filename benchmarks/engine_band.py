@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer
 
-from noisescope.api.systems import roundoff_band
+from noisescope.api.roundoff import measure_band
 from noisescope.comparison.roundoff import Array, RoundoffBand, gap_between
 from noisescope.data.dataset import read_data
 from noisescope.data.tokens import encode
@@ -86,8 +86,8 @@ def main() -> None:
     a: Any = open_engine("transformers", options.model, {"dtype": options.dtype})
 
     @cache
-    def band_of(texts: tuple[Ids, ...]) -> RoundoffBand | None:
-        return roundoff_band(a, texts)
+    def band_of(texts: tuple[Ids, ...]) -> RoundoffBand:
+        return measure_band(a.subject, texts)
 
     @cache
     def mine(ids: Ids) -> Array:
@@ -99,7 +99,7 @@ def main() -> None:
         for part in (answers[first : first + SET] for first in range(0, len(answers), SET)):
             texts = tuple(ids for ids, _ in part)
             band = band_of(texts)
-            assert band is not None and band.expected.value
+            assert band.expected.value
             gap = gap_between([mine(ids) for ids in texts], [np.array(row) for _, row in part])
             rows.append({"model": name, "way": way, "dtype": options.dtype, "tokens": band.tokens, "gap": gap.value,
                          "expected": band.expected.value, "low": band.low, "high": band.high,

@@ -2,11 +2,11 @@
 
     python benchmarks/roundoff_band.py [--models demo,path] [--dtypes bfloat16,float16,float32] [--samples 12]
 
-Each model's band is measured with `ns.Rounding`. The other side of each pair is made without noisescope: plain in place
-of fused attention, decoding token by token with a cache, a batch of 8 in place of one sequence, and linears whose sums
-run in another order or in another width. Printed per pair: the measured gap, gap / expected, and whether it would be
-called more than round-off (a false alarm). Pairs that share nearly all kernels lie far below the band and count as
-covered from above only.
+Each model's band is measured with `ns.Rounding`, in float32 by the distance to float64. The other side of each pair is
+made without noisescope: plain in place of fused attention, decoding token by token with a cache, a batch of 8 in place
+of one sequence, and linears whose sums run in another order or in another width. Printed per pair: the measured gap,
+gap / expected, and whether it would be called more than round-off (a false alarm). Pairs that share nearly all kernels
+lie far below the band and count as covered from above only.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 import noisescope as ns
 from noisescope.api.preparation import encode_data
-from noisescope.comparison.roundoff import band_of, gap_between
-from noisescope.measures.rounded_forwards import ScoredTokens, run_rounded
+from noisescope.api.roundoff import measure_band
+from noisescope.comparison.roundoff import gap_between
 from noisescope.model.forwards import stepwise_logits
 
 Logprobs = list[np.ndarray]
@@ -32,7 +32,7 @@ Logprobs = list[np.ndarray]
 
 def logprob(logits: Tensor, ids: Tensor) -> np.ndarray:
     """Log-probabilities of ids[1:] from logits [T, V]."""
-    rows = logits[: len(ids) - 1].float().log_softmax(-1)
+    rows = logits[: len(ids) - 1].double().log_softmax(-1)
     return rows.gather(1, ids[1:, None])[:, 0].double().cpu().numpy()
 
 
@@ -127,9 +127,8 @@ def main() -> None:
             subject = ns.load(name, dtype=dtype, device=options.device)
             subject.model.eval()
             material, _ = encode_data(subject, options.data, options.samples, options.max_tokens, which="test")
-            sequences = [ScoredTokens(group[0].sample, group[0].ids, 1) for group in material.encoded.sequences]
-            runs = run_rounded(subject.model, sequences, seeds=range(2), anatomy=subject.anatomy, blocks=False)
-            band = band_of(runs.logprobs, runs.differences, dtype=dtype)
+            sequences = [group[0] for group in material.encoded.sequences]
+            band = measure_band(subject, [one.ids for one in sequences], seeds=2, reported=False)
             prompts = [torch.tensor(one.ids, device=options.device) for one in sequences]
             clean = one_by_one(subject.model, prompts)
             for path, run in PATHS.items():

@@ -129,6 +129,15 @@ def test_what_round_off_does(tmp_path: Path) -> None:
     assert "has no round-off band" in call("compare", *files, "--roundoff", _curve(tmp_path), code=2).output
 
 
+def test_round_off_in_float32_is_that_against_float64(tmp_path: Path) -> None:
+    quick = ["--rounding", "--dtype", "float32", "--samples", "2", "--max-new-tokens", "4"]
+    output = " ".join(call("robustness", "demo", *quick, "-o", tmp_path / "out").output.split())
+    assert "Measured as the distance of this model to its own result in float64" in output
+    saved = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert saved["roundoff"]["band"]["method"] == saved["run"]["settings"]["perturbation"] == "float64"
+    assert 1e-8 < saved["roundoff"]["band"]["expected"]["value"] < 1e-5
+
+
 def _curve(folder: Path) -> Path:
     call("robustness", "demo", "--samples", "4", "--seeds", "1", "--no-generate", "-o", folder / "curve")
     return folder / "curve"

@@ -9,6 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.engines.fake_engine import FakeEngine
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import noisescope as ns
 from noisescope.api.systems import roundoff_band
@@ -338,6 +341,48 @@ def test_the_band_decides_what_operators_do_not_show(tiny, prompts):
     assert found.verdict == "different" and not found.causes and "above the " in found.words
     found = compare_systems(a, b, (prompts, prompts))
     assert found.verdict == "round-off" and "no round-off band was measured" in found.words
+
+
+def reversed_sums(module, query, key, value, mask, **settings):
+    """The same attention, its scores summed in the opposite order."""
+    return sdpa_attention_forward(module, query.flip(-1), key.flip(-1), value, mask, **settings)
+
+
+@pytest.fixture
+def large_scores(tiny, monkeypatch):
+    """As the first layer of Qwen2.5-1.5B has them: large biases in the slowest rotary channels, common to all keys."""
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "reversed", reversed_sums)
+    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "reversed", sdpa_mask)
+
+    def make(attention):
+        engine = tiny("qwen2", attn_implementation=attention)
+        attn = engine.model.model.layers[0].self_attn
+        with torch.no_grad():
+            for projection, size in ((attn.q_proj, 10.0), (attn.k_proj, 1000.0)):
+                heads = projection.bias.view(-1, attn.head_dim)
+                heads[:, attn.head_dim // 2 - 1] = heads[:, -1] = size
+        return engine
+
+    return make
+
+
+def test_an_operator_that_loses_digits_in_the_reference_too_is_no_fault(large_scores, prompts):
+    """Relative L2 1e-4, and 1e-4 nats: another order of summation gives that, and the comparison says so."""
+    a, b = large_scores("sdpa"), large_scores("reversed")
+    band = roundoff_band(a, prompts)
+    found = compare_systems(a, b, (prompts, prompts), band=band)
+    assert (found.verdict, found.causes) == ("round-off", ()) and "its result in float64" in found.words
+    assert found.unexplained_gap.value > 3e-5 and 0.4 < found.unexplained_gap.value / band.expected.value < 2.5
+    (note,) = [note for note in found.notes if "allowed for" in note]
+    assert "self_attn (between its operators) of layer 0" in note and "from its own result in float64 there" in note
+
+
+def test_a_fault_beside_an_operator_that_loses_digits_is_named(large_scores, prompts):
+    a, b = large_scores("sdpa"), large_scores("reversed")
+    gates(b.model)
+    found = compare_systems(a, b, (prompts, prompts), band=roundoff_band(a, prompts))
+    assert [cause.name for cause in found.causes] == ["linear mlp.gate_proj", "linear mlp.up_proj"]
+    assert all(cause.layers == (0, 1, 2) and "in bfloat16" in cause.words for cause in found.causes)
 
 
 def test_a_band_needs_tokens_and_transformers(tiny, prompts):

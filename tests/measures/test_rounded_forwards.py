@@ -82,3 +82,52 @@ def test_digits_fall_along_the_blocks(runs: RoundoffRuns) -> None:
 def test_nothing_to_score_is_refused(subject: ns.Subject) -> None:
     with pytest.raises(InvalidInput, match="at least one scored token"):
         run_rounded(subject.model, [ScoredTokens(0, (1, 2), 2)], seeds=(0,))
+
+
+class _Ours(torch.autograd.Function):
+    """A kernel that is there for float32 alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype != torch.float32:
+            raise RuntimeError("float32 only")
+        return x
+
+
+def test_in_float32_the_distance_to_float64_is_measured(sequences: list[ScoredTokens]) -> None:
+    """Sums in other orders differ by about as much as is expected; without float64, by what `Rounding` gives."""
+    subject = ns.load("demo", dtype="float32")
+    model: Any = subject.model
+    runs = run_rounded(model, sequences[:4], seeds=(0, 1), anatomy=subject.anatomy)
+    assert runs.method == "float64" and len(runs.differences[0]) == 1 and len(runs.block_errors) == 16
+    band = band_of(runs.logprobs, runs.differences, dtype="float32", method=runs.method)
+    clean = logprobs(model, sequences[:4])
+    linear = torch.nn.Linear.forward
+    try:
+        torch.nn.Linear.forward = lambda self, x: torch.nn.functional.linear(x.flip(-1), self.weight.flip(-1))
+        other = logprobs(model, sequences[:4])
+    finally:
+        torch.nn.Linear.forward = linear
+    assert 0.25 < gap_between(clean, other).value / band.expected.value < 2.5
+    model.model.norm.register_forward_hook(lambda module, args, y: _Ours.apply(y))
+    drawn = run_rounded(model, sequences[:4], seeds=(0, 1), anatomy=subject.anatomy, blocks=False)
+    assert drawn.method == "rounding" and len(drawn.differences[0]) == 2
+
+
+def test_what_engines_report_has_the_error_of_their_log_softmax(sequences: list[ScoredTokens]) -> None:
+    """It is computed in float32 from the logits: by the same amount, the band for reported values is another."""
+    subject = ns.load("demo", dtype="float32")
+    model: Any = subject.model
+    few = sequences[:2]
+    with_report, of_logits = (
+        run_rounded(model, few, seeds=(0,), batch=1, anatomy=subject.anatomy, blocks=False, reported=one)
+        for one in (True, False)
+    )
+    with torch.no_grad():
+        for row, one in enumerate(few):
+            logits = model(torch.tensor([one.ids])).logits[0, :-1]
+            errors = logits.log_softmax(-1).double() - logits.double().log_softmax(-1)
+            expected = errors.gather(1, torch.tensor(one.ids)[1:, None])[:, 0].numpy()
+            added = with_report.differences[row][0] - of_logits.differences[row][0]
+            np.testing.assert_allclose(added, expected, rtol=0, atol=1e-12)
+            assert np.abs(expected).max() > 1e-8

@@ -25,7 +25,7 @@ from noisescope.data import generation
 from noisescope.diagnosis.context import Settings
 from noisescope.diagnosis.report import Cost, Run
 from noisescope.errors import InvalidInput
-from noisescope.measures.rounded_forwards import OPERATORS, RoundoffRuns, ScoredTokens, run_rounded
+from noisescope.measures.rounded_forwards import OPERATORS, Method, RoundoffRuns, ScoredTokens, run_rounded
 from noisescope.model.forwards import dtype_of, input_device
 from noisescope.model.loading import Subject
 from noisescope.options.sensitivity import RobustnessOptions
@@ -36,8 +36,9 @@ PROMPT = 16  # tokens of a text that its greedy continuation is generated from, 
 BATCH = 8
 
 UNSEEN = (
-    "Modelled is another order of summation with correct rounding. Kernels that compute otherwise on purpose (a KV "
-    "cache or products in fewer bits, an approximate exp) differ by more, and so may two checkpoints.",
+    "Modelled is another order of summation with correct rounding, and in float32 sums about as accurate as this "
+    "system's. Kernels that compute otherwise on purpose (a KV cache or products in fewer bits, an approximate exp) "
+    "differ by more, and so may two checkpoints.",
     "Greedy texts are followed by forwards over the whole text; decoding token by token rounds alike, but other batch "
     "sizes and scheduling in a serving engine were not run.",
 )
@@ -56,20 +57,30 @@ def roundoff(subject: Subject, options: RobustnessOptions) -> Report:
     runs = run_rounded(subject.model, sequences, seeds=seeds, batch=BATCH, anatomy=subject.anatomy)
     greedy, texts = _greedy(subject, prepared, seeds, options.max_new_tokens)
     found = _concluded(runs, greedy, dtype_of(subject.model))
-    count = (1 + len(seeds)) * (len(sequences) + texts)
-    run = _run(prepared, options, time.perf_counter() - started, count / len(sequences))
+    count = (1 + len(runs.differences[0])) * (len(sequences) + texts)
+    run = _run(prepared, options, time.perf_counter() - started, count / len(sequences), runs.method)
     return Report(Roundoff(run=run, roundoff=found, could_not_see=(*prepared.notes, *UNSEEN)))
 
 
-def measure_band(subject: Subject, sequences: Sequence[Sequence[int]], *, seeds: int = 3) -> RoundoffBand:
+def measure_band(
+    subject: Subject, sequences: Sequence[Sequence[int]], *, seeds: int = 3, reported: bool = True
+) -> RoundoffBand:
     """The band of a model on token ids, all but the first token of each sequence scored.
+
+    `reported`: for log-probabilities as engines report them, computed in float32; False: for those of their logits.
 
     band = measure_band(subject, [tokenizer(text)["input_ids"] for text in texts])
     band.judge(gap_between(logprobs_of_a, logprobs_of_b))
     """
     scored = [ScoredTokens(number, tuple(ids), 1) for number, ids in enumerate(sequences)]
-    runs = run_rounded(subject.model, scored, seeds=range(seeds), batch=BATCH, anatomy=subject.anatomy, blocks=False)
-    return band_of(runs.logprobs, runs.differences, dtype=dtype_of(subject.model))
+    runs = run_rounded(
+        subject.model, scored, seeds=range(seeds), batch=BATCH, anatomy=subject.anatomy, blocks=False, reported=reported
+    )
+    return _band(runs, dtype_of(subject.model))
+
+
+def _band(runs: RoundoffRuns, dtype: str) -> RoundoffBand:
+    return band_of(runs.logprobs, runs.differences, dtype=dtype, method=runs.method)
 
 
 def _concluded(runs: RoundoffRuns, greedy: GreedyForecast | None, dtype: str) -> RoundoffFound:
@@ -77,7 +88,7 @@ def _concluded(runs: RoundoffRuns, greedy: GreedyForecast | None, dtype: str) ->
         digits_of(str(block), np.concatenate(errors)) for block, errors in sorted(runs.block_errors.items())
     ]
     return RoundoffFound(
-        band=band_of(runs.logprobs, runs.differences, dtype=dtype),
+        band=_band(runs, dtype),
         layers=tuple(layers),
         logits=digits_of("logits", np.concatenate(runs.logit_errors)),
         greedy=greedy,
@@ -117,11 +128,14 @@ def with_ends(texts: list[list[int]], ends: list[int], limit: int) -> list[list[
     return [[*text, ends[0]] if ends and len(text) < limit else text for text in texts]
 
 
-def _run(prepared: Prepared, options: RobustnessOptions, seconds: float, forwards: float) -> Run:
+def _run(prepared: Prepared, options: RobustnessOptions, seconds: float, forwards: float, method: Method) -> Run:
     facts = prepared.facts
     eps = torch.finfo(next(p.dtype for p in prepared.subject.model.parameters() if p.is_floating_point())).eps
     settings = replace(
-        facts.settings, perturbation=repr(Rounding()), noise_scale=eps, layer_operators=tuple(sorted(OPERATORS))
+        facts.settings,
+        perturbation=repr(Rounding()) if method == "rounding" else method,
+        noise_scale=eps,
+        layer_operators=tuple(sorted(OPERATORS)),
     )
     cost = Cost(seconds=seconds, trials=0, trials_run_now=0, forwards=forwards)
     ended = end_facts(None, full_paths=options.full_paths)

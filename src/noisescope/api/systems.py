@@ -43,14 +43,14 @@ def compare_models(options: CompareOptions) -> SystemComparison:
 
 
 def roundoff_band(engine: Engine, prompts: tuple[Ids, ...]) -> RoundoffBand | None:
-    """The |difference| of log-probabilities that two healthy systems show here, by `ns.Rounding` in the engine.
+    """The |difference| of the logits' log-probabilities that two healthy systems show here.
 
-    None for engines other than transformers, into which no noise can be put here.
+    None for engines other than transformers, in which it can't be measured here.
     """
     scored = [ids for ids in prompts if len(ids) > 1]
     if not isinstance(engine, TransformersEngine) or not scored:
         return None
-    return measure_band(engine.subject, scored)
+    return measure_band(engine.subject, scored, reported=False)
 
 
 def _opened(source: object, arguments: tuple[str, ...], side: str) -> Engine:

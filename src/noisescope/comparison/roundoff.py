@@ -2,7 +2,8 @@
 
 Two healthy systems run one model in one dtype and differ in summation order. Each rounds its results to the nearest
 number; small differences decide which one, and layer after layer this grows into an unavoidable difference of
-log-probabilities. `ns.Rounding` measures its size on the model itself. This module does not import torch, so a band
+log-probabilities. Its size is measured on the model itself (measures/rounded_forwards.py): by `ns.Rounding`, and in
+float32 by the same forward in float64. This module does not import torch, so a band
 measured on one machine can judge gaps on another.
 
 A gap is the mean over sequences of the mean |difference| per token, in nats: `gap_between`.
@@ -36,12 +37,9 @@ FALSE_ALARM = 0.01  # share of healthy pairs whose gap lies above the band
 FEWEST_TOKENS = 32  # below, a mean |difference| says too little to be judged
 
 # Spread (standard deviation of the logarithm) of measured / expected over healthy pairs of kernels, rounded up:
-# benchmarks/roundoff_band.py has the pairs. float32 kernels differ in how they sum, which decides their error; in 16
-# bits the rounding of results hides that.
+# benchmarks/roundoff_band.py and engine_band.py have the pairs. float32 kernels differ in how they sum, which decides
+# their error; in 16 bits the rounding of results hides that.
 KERNEL_SPREAD = {"bfloat16": 0.25, "float16": 0.25, "float32": 0.60, "float64": 0.60}
-# In 32 bits sums are rounded as often as results, and a clean run shares those errors with its rounded copy, but not
-# with another kernel: measured / expected without this factor is 1.05 to 2.1 (same benchmark, 10 pairs).
-SUMMATION = {"float32": 1.4, "float64": 1.4}
 _SURPRISES = (0.0, 0.01, 0.1, 0.5, 1.0, 2.0, 4.0, 8.0, math.inf)  # edges of -log p, in nats
 _FEWEST_IN_BIN = 20
 
@@ -74,6 +72,7 @@ class RoundoffBand:
     sequences: int
     tokens: int
     by_surprise: tuple[SurpriseBin, ...]
+    method: Literal["rounding", "float64"] = "rounding"  # how it was measured
 
     def for_tokens(self, logprobs: Sequence[Array]) -> RoundoffBand:
         """The band of other tokens of the same model, from their log-probabilities, one array per sequence."""
@@ -98,11 +97,16 @@ class RoundoffBand:
         return "round-off" if gap.value <= self.high else "more than round-off"
 
 
-def band_of(logprobs: Sequence[Array], differences: Sequence[Array], *, dtype: str) -> RoundoffBand:
-    """The band from runs under `ns.Rounding`: per sequence the clean log-probabilities [T] and, for each seed, their
-    differences [S, T]."""
-    factor = SUMMATION.get(dtype, 1.0)
-    sizes = [np.abs(np.asarray(one, dtype=np.float64)) * factor for one in differences]
+def band_of(
+    logprobs: Sequence[Array],
+    differences: Sequence[Array],
+    *,
+    dtype: str,
+    method: Literal["rounding", "float64"] = "rounding",
+) -> RoundoffBand:
+    """The band from a model's runs: per sequence the clean log-probabilities [T] and, for each seed, how far another
+    system's differ [S, T]."""
+    sizes = [np.abs(np.asarray(one, dtype=np.float64)) for one in differences]
     if not sizes or not all(size.size and np.isfinite(size).all() for size in sizes):
         raise InvalidInput("a round-off band needs finite differences of at least one token in every sequence")
     means = np.array([size.mean() for size in sizes])
@@ -114,7 +118,16 @@ def band_of(logprobs: Sequence[Array], differences: Sequence[Array], *, dtype: s
     spread = varied / expected.value if expected.value else 0.0
     return _banded(
         RoundoffBand(
-            dtype, expected, 0.0, 0.0, FALSE_ALARM, spread, len(sizes), len(tokens), _by_surprise(surprise, tokens)
+            dtype,
+            expected,
+            0.0,
+            0.0,
+            FALSE_ALARM,
+            spread,
+            len(sizes),
+            len(tokens),
+            _by_surprise(surprise, tokens),
+            method,
         )
     )
 

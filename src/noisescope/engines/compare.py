@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -20,7 +20,18 @@ from noisescope.comparison.system_comparison import (
     Verdict,
 )
 from noisescope.engines.gaps import Gap, gap_of, removed
-from noisescope.engines.operator_replay import Role, coarser, explain, mended_logits, replay, roles, rounded_logits
+from noisescope.engines.operator_replay import (
+    Role,
+    SiteError,
+    coarser,
+    explain,
+    explain_size,
+    mended_logits,
+    own_errors,
+    replay,
+    roles,
+    rounded_logits,
+)
 from noisescope.engines.protocol import Engine, Ids
 from noisescope.engines.semantics import find_semantics
 from noisescope.engines.state import Mended, find_state
@@ -85,7 +96,8 @@ def compare_systems(
     mended = Mended()
     try:
         notes = (*meant.notes, *_mend_state(run, mended))
-        left = _mend_operators(run)
+        left, allowed = _mend_operators(run)
+        notes += allowed
         sources = _sources(run, left)
         before = run.gap
         judged = before.total_token if run.temperature == 1 else replace(run, temperature=1.0).measure().total_token
@@ -133,11 +145,19 @@ def _mend_state(run: _Run, mended: Mended) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _mend_operators(run: _Run) -> list[Role]:
-    """Roles beyond round-off become causes; those within it are returned."""
+def _mend_operators(run: _Run) -> tuple[list[Role], tuple[str, ...]]:
+    """Roles beyond round-off become causes; those within it are returned, with notes on those that lose more digits
+    than usual on a's side as well."""
     errors, _ = replay(run.a, run.b, run.prompts)
     round_off = coarser(run.a.facts.dtype, run.b.facts.dtype)
-    wrong = [error for error in errors if error.beyond(round_off)]
+    large = [error for error in errors if error.beyond(round_off)]
+    own = own_errors(run.a, run.prompts) if large else {}
+    wrong = [error for error in large if error.beyond(round_off, own.get((error.site.module, error.between)))]
+    spared = [error for error in large if error not in wrong]
+    notes = tuple(
+        f"{explain_size(role)}: allowed for, since a is {_own_size(role, own):.2g} from its own result in float64 there"
+        for role in roles(spared, run.a.sites)
+    )
     weights = dict(run.a.tensors()) if wrong else {}
     for role in roles(wrong, run.a.sites):
         run.modules |= set(role.mend)
@@ -150,8 +170,12 @@ def _mend_operators(run: _Run) -> list[Role]:
             words += "; a can't run it on b's inputs, so its share is part of the remainder"
         run.causes.append(Cause("operators", name, words, *removed(run.gap, after), role.mend, role.layers))
         run.gap = after
-    rest = [error for error in errors if error.error and not error.beyond(round_off)]
-    return [role for role in roles(rest, run.a.sites) if not set(role.mend) <= run.modules]
+    rest = [error for error in errors if error.error and error not in wrong]
+    return [role for role in roles(rest, run.a.sites) if not set(role.mend) <= run.modules], notes
+
+
+def _own_size(role: Role, own: Mapping[tuple[str, bool], SiteError]) -> float:
+    return max(own[error.site.module, error.between].relative_l2 for error in role.errors)
 
 
 def _unchanged(before: Gap, after: Gap) -> bool:
@@ -221,8 +245,11 @@ def _judged(gap: Estimate, band: RoundoffBand) -> str:
     return (
         f"the tokens' log-probabilities differ by {gap.value or 0:.2g} nats on average: {side} the {band.high:.2g} "
         f"that {100 * (1 - band.false_alarm):g} % of healthy pairs stay below ({band.expected.value or 0:.2g} is "
-        "expected)"
+        f"expected{_METHODS[band.method]})"
     )
+
+
+_METHODS = {"rounding": "", "float64": ", from a's own distance to its result in float64"}
 
 
 def _size(cause: Cause) -> float:

@@ -18,6 +18,7 @@ from torch import Tensor
 from noisescope import progress
 from noisescope.engines.protocol import Engine, EngineCall, Ids, OnCall, is_leaf
 from noisescope.findings import LIMITS, ROUND_OFF
+from noisescope.measures.float64_mode import Float64Mode
 from noisescope.sites import WHOLE, Place, Site
 
 _TOKEN_FACTOR = 10.0  # a single token may be off by so many round-offs: few numbers vary more than many
@@ -25,7 +26,7 @@ _SMALL = 0.1  # of the median token's size: a smaller token's error is taken rel
 _EXPLAINS = 0.3  # an explanation must make the error at least so many times smaller
 
 
-@dataclass
+@dataclass(eq=False)
 class SiteError:
     """The difference at one site over all prompts; `between`: that of its input, computed by the code before it."""
 
@@ -63,10 +64,16 @@ class SiteError:
         if self.sample is None:
             self.sample = (x, a, b)
 
-    def beyond(self, round_off: float) -> bool:
-        """Whether healthy arithmetic can't cause a difference of this size."""
+    def beyond(self, round_off: float, own: SiteError | None = None) -> bool:
+        """Whether healthy arithmetic can't cause a difference of this size; `own`: a's error here, where it is known.
+
+        Sums of large terms that nearly cancel (scores of attention of 1e4) lose more digits than others.
+        """
         factor: float = LIMITS["divergence_factor"]
-        return self.relative_l2 > factor * round_off or self.worst > _TOKEN_FACTOR * round_off
+        typical, worst = (own.relative_l2, own.worst) if own else (0.0, 0.0)
+        return self.relative_l2 > factor * max(round_off, typical) or self.worst > max(
+            _TOKEN_FACTOR * round_off, factor * worst
+        )
 
 
 def coarser(one: str, other: str) -> float:
@@ -112,6 +119,28 @@ def replay(a: Engine, b: Engine, prompts: Sequence[Ids]) -> tuple[list[SiteError
 
         end.add(logits, logits, b.logits(ids, compare), _TOKEN_FACTOR * round_off)
     return list(found.values()), end
+
+
+def own_errors(a: Engine, prompts: Sequence[Ids]) -> dict[tuple[str, bool], SiteError]:
+    """How far a's operators are from the same code in float64 on the same inputs; empty where that can't be run."""
+    if a.facts.engine != "transformers" or a.facts.dtype != "float32":
+        return {}
+    try:
+        errors, _ = replay(a, _InFloat64(a), prompts)  # type: ignore[arg-type]  # facts and logits are all it uses
+    except RuntimeError:
+        return {}
+    return {(error.site.module, error.between): error for error in errors}
+
+
+class _InFloat64:
+    """An engine whose forwards run in float64."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self.facts = engine, engine.facts
+
+    def logits(self, ids: Ids, on_call: OnCall | None = None) -> Tensor:
+        with Float64Mode():
+            return self._engine.logits(ids, on_call)
 
 
 def _keep(reference: dict[str, tuple[Tensor, Tensor]], order: list[Site]) -> OnCall:
@@ -215,10 +244,13 @@ def rounded_logits(a: Engine, ids: Ids, modules: set[str], dtype: torch.dtype) -
 def explain(role: Role, weights: dict[str, Tensor]) -> str:
     """What is known about a role's difference: where, how large, and what it looks like."""
     first = role.errors[0]
-    where = _layers(role)
-    words = f"{role.name}{where}: relative L2 {role.relative_l2:.2g} on the reference's own inputs"
+    words = explain_size(role)
     looks = (first.between and _attention(first)) or _arithmetic(first, weights)
     return f"{words}; {looks}" if looks else words
+
+
+def explain_size(role: Role) -> str:
+    return f"{role.name}{_layers(role)}: relative L2 {role.relative_l2:.2g} on the reference's own inputs"
 
 
 def _layers(role: Role) -> str:

@@ -27,6 +27,12 @@ _METHOD = Paragraph(
 )
 
 
+_MEASURED = {
+    "rounding": "",
+    "float64": " Measured as the distance of this model to its own result in float64, times sqrt 2 for two systems.",
+}
+
+
 def roundoff_lines(found: RoundoffFound) -> list[str]:
     """The band and the forecast, each in a sentence or two."""
     band = found.band
@@ -34,7 +40,7 @@ def roundoff_lines(found: RoundoffFound) -> list[str]:
     ends = "" if expected.low is None else f" (95 % interval {number(expected.low)} to {number(expected.high)})"
     lines = [
         f"Two healthy systems in {band.dtype} differ by {number(expected.value)} nats per token in mean |difference| "
-        f"of log-probabilities{ends}; n = {band.sequences} sequences, {band.tokens} tokens.",
+        f"of log-probabilities{ends}; n = {band.sequences} sequences, {band.tokens} tokens.{_MEASURED[band.method]}",
         f"On these tokens, a gap of up to {number(band.high)} is round-off: a healthy pair exceeds it in "
         f"{percent(band.false_alarm)} of cases. Pairs that share kernels stay below {number(band.low)}.",
     ]
