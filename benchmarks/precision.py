@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from precision_rivals import filled, first_and_last, gradient_scores, llama_cpp, one_at_a_time, with_scores
+from precision_rivals import filled, first_and_last, gradient_scores, llama_cpp, with_scores
 from screen_setup import frame_of, read_material, save
 
 import noisescope as ns
@@ -70,6 +70,14 @@ class Bench:
         """KL of each sequence under each assignment."""
         question = Verification({name: plan_injection(chosen) for name, chosen in plans.items()})
         return {name: found.kl for name, found in self.settle(question, frame).plans.items()}
+
+    def one_at_a_time(self, modules: list[Module]) -> dict[str, dict[str, float]]:
+        """Mean KL with one linear in each 4-bit format; 8 bits count as free."""
+        alone = {f"{m.name} {fmt}": {m.name: fmt} for m in modules for fmt in FOUR_BITS}
+        kl = self.kl(alone, self.calibration)
+        return {
+            m.name: {f: float(kl[f"{m.name} {f}"].mean()) if f in FOUR_BITS else 0.0 for f in FORMATS} for m in modules
+        }
 
     def scored(self) -> list[Module]:
         """Format scores as a diagnosis makes them."""
@@ -214,7 +222,7 @@ def main() -> None:
         timed("gradient scores", since)
         since = time.perf_counter()
         if "one at a time" not in options.without:
-            scores["one at a time"] = one_at_a_time(subject.model, names, FORMATS, torch.cat(tokens))
+            scores["one at a time"] = bench.one_at_a_time(modules)
             timed("one at a time", since)
         rivals = {name: with_scores(modules, found) for name, found in scores.items()}
         uniform = {name: uniform_plan(modules, name) for name in FORMATS}
