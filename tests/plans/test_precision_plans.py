@@ -108,7 +108,7 @@ def test_random_plans_have_the_bits_of_the_plan() -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 def test_random_plans_of_few_large_modules_are_the_nearest_there_are(count: int) -> None:
-    """Where no assignment comes within 0.02, they are within half a step of the largest module, and most are nearest."""
+    """Where none comes within 0.02, they are within half a step of the largest module, and most are the nearest."""
     made = made_up(count)
     modules = [replace(m, choices={f: m.choices[f] for f in ("int4", "int8")}) for m in made]
     share = np.array([m.parameters for m in modules]) / sum(m.parameters for m in modules)
