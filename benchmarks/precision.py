@@ -47,11 +47,7 @@ from noisescope.trials import Slice, Trial
 
 FORMATS = ("int4_asymmetric", "int4_clipped", "int8")
 FOUR_BITS = FORMATS[:2]
-VARIANTS: dict[str, dict[str, Any]] = {
-    "refined": {"shrink": False, "errors": 0.0},
-    "refined, cautious": {"shrink": True, "errors": 1.0},
-}
-OURS = ("screen", *VARIANTS)
+OURS = ("screen", "refined")
 
 
 class Bench:
@@ -117,15 +113,13 @@ def plans_at(bench: Bench, modules: list[Module], rivals: dict[str, list[Module]
     """Plans of so many bits by name, and how ours were refined."""
     budget = Budget(bits)
     screen = optimal_plan(modules, budget)
-    found = {"screen": screen}
-    facts: dict[str, Any] = {}
-    for name, chosen in VARIANTS.items():
-        started = time.perf_counter()
-        samples = bench.calibration.test[0]
-        question = Refinement(modules, budget, screen, options.rounds, samples, plan_injection, **chosen)
-        refined = bench.settle(question, bench.calibration)
-        found[name] = refined.plan
-        facts[name] = {"calibration_kl": refined.measured, "seconds": time.perf_counter() - started}
+    started = time.perf_counter()
+    samples = bench.calibration.test[0]
+    refined = bench.settle(
+        Refinement(modules, budget, screen, options.rounds, samples, plan_injection), bench.calibration
+    )
+    found = {"screen": screen, "refined": refined.plan}
+    facts = {"calibration_kl": refined.measured, "seconds": time.perf_counter() - started}
     for name, scored in rivals.items():
         found[name] = replace(optimal_plan(scored, budget), method=name)
     found["llama.cpp's rule"] = filled(modules, llama_cpp(modules), bits, low, "int8", "llama.cpp's rule")

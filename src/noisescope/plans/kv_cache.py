@@ -28,7 +28,7 @@ from noisescope.tables import Sheet, Table, Tabular
 
 SHARE = 0.1  # of the divergence of a wholly rounded cache may be left, where no budget is given
 # The cache dtypes of vLLM that round as ours do: fp8 with its scale of 1, integers with a scale per token and head.
-_VLLM = {
+VLLM_DTYPES = {
     ("fp8_e4m3", None): "fp8_e4m3",
     ("fp8_e5m2", None): "fp8_e5m2",
     ("int8", "token"): "int8_per_token_head",
@@ -126,12 +126,12 @@ def rivals(plan: KvCachePlan) -> dict[str, tuple[int, ...]]:
 def vllm_dtype(question: Question) -> str:
     """vLLM's name of the cache dtype that rounds so."""
     key = (question.format, question.granularity)
-    if question.asymmetric or key not in _VLLM:
-        offered = ", ".join(dict.fromkeys(name for name, _ in _VLLM))
+    if question.asymmetric or key not in VLLM_DTYPES:
+        offered = ", ".join(dict.fromkeys(name for name, _ in VLLM_DTYPES))
         raise InvalidInput(
             f"vLLM has no cache dtype for {question.name}: it has {offered}, without --group-size and --asymmetric"
         )
-    return _VLLM[key]
+    return VLLM_DTYPES[key]
 
 
 def vllm_command(plan: KvCachePlan, model: str) -> str:
