@@ -4,9 +4,9 @@ A diagnosis with `--on kv-cache` gives each layer's own divergence, injected, or
 that cost most keep 16 bits, until what is left of the sum fits the budget. The sum takes layers as independent: whether
 that holds is measured by carrying the plan out.
 
-vLLM (0.27, `vllm/config/cache.py`) takes `kv_cache_dtype` for the whole model and `kv_cache_dtype_skip_layers`, layer
-indices as text, for the layers left in the model's own dtype; on its command line the indices follow
-`--kv-cache-dtype-skip-layers`, separated by spaces.
+vLLM (0.27 to 0.32, `vllm/config/cache.py`) takes `kv_cache_dtype` for the whole model and
+`kv_cache_dtype_skip_layers`, layer indices as text, for the layers left in the model's own dtype; on its command line
+the indices follow `--kv-cache-dtype-skip-layers`, separated by spaces.
 """
 
 from __future__ import annotations
