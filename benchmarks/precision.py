@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from precision_rivals import filled, first_and_last, gradient_scores, llama_cpp, one_at_a_time, with_scores
+from precision_rivals import filled, first_and_last, gradient_scores, llama_cpp, with_scores
 from screen_setup import frame_of, read_material, save
 
 import noisescope as ns
@@ -47,11 +47,7 @@ from noisescope.trials import Slice, Trial
 
 FORMATS = ("int4_asymmetric", "int4_clipped", "int8")
 FOUR_BITS = FORMATS[:2]
-VARIANTS: dict[str, dict[str, Any]] = {
-    "refined": {"shrink": False, "errors": 0.0},
-    "refined, cautious": {"shrink": True, "errors": 1.0},
-}
-OURS = ("screen", *VARIANTS)
+OURS = ("screen", "refined")
 
 
 class Bench:
@@ -70,6 +66,14 @@ class Bench:
         """KL of each sequence under each assignment."""
         question = Verification({name: plan_injection(chosen) for name, chosen in plans.items()})
         return {name: found.kl for name, found in self.settle(question, frame).plans.items()}
+
+    def one_at_a_time(self, modules: list[Module]) -> dict[str, dict[str, float]]:
+        """Mean KL with one linear in each 4-bit format; 8 bits count as free."""
+        alone = {f"{m.name} {fmt}": {m.name: fmt} for m in modules for fmt in FOUR_BITS}
+        kl = self.kl(alone, self.calibration)
+        return {
+            m.name: {f: float(kl[f"{m.name} {f}"].mean()) if f in FOUR_BITS else 0.0 for f in FORMATS} for m in modules
+        }
 
     def scored(self) -> list[Module]:
         """Format scores as a diagnosis makes them."""
@@ -109,15 +113,13 @@ def plans_at(bench: Bench, modules: list[Module], rivals: dict[str, list[Module]
     """Plans of so many bits by name, and how ours were refined."""
     budget = Budget(bits)
     screen = optimal_plan(modules, budget)
-    found = {"screen": screen}
-    facts: dict[str, Any] = {}
-    for name, chosen in VARIANTS.items():
-        started = time.perf_counter()
-        samples = bench.calibration.test[0]
-        question = Refinement(modules, budget, screen, options.rounds, samples, plan_injection, **chosen)
-        refined = bench.settle(question, bench.calibration)
-        found[name] = refined.plan
-        facts[name] = {"calibration_kl": refined.measured, "seconds": time.perf_counter() - started}
+    started = time.perf_counter()
+    samples = bench.calibration.test[0]
+    refined = bench.settle(
+        Refinement(modules, budget, screen, options.rounds, samples, plan_injection), bench.calibration
+    )
+    found = {"screen": screen, "refined": refined.plan}
+    facts = {"calibration_kl": refined.measured, "seconds": time.perf_counter() - started}
     for name, scored in rivals.items():
         found[name] = replace(optimal_plan(scored, budget), method=name)
     found["llama.cpp's rule"] = filled(modules, llama_cpp(modules), bits, low, "int8", "llama.cpp's rule")
@@ -214,7 +216,7 @@ def main() -> None:
         timed("gradient scores", since)
         since = time.perf_counter()
         if "one at a time" not in options.without:
-            scores["one at a time"] = one_at_a_time(subject.model, names, FORMATS, torch.cat(tokens))
+            scores["one at a time"] = bench.one_at_a_time(modules)
             timed("one at a time", since)
         rivals = {name: with_scores(modules, found) for name, found in scores.items()}
         uniform = {name: uniform_plan(modules, name) for name in FORMATS}

@@ -8,7 +8,7 @@ HAWQ-like          mean diagonal of the Fisher matrix of a linear (for its Hessi
 diagonal Fisher    sum over weights of squared gradient x squared rounding error; labels are those of the text
 ModelOpt's score   sum over tokens and outputs of squared gradient x squared error of the output, as `auto_quantize`
                    scores by gradients; linears are free, where the tool keeps q, k, v together, and gate, up
-one at a time      the KL measured with one linear rounded
+one at a time      the KL measured with one linear in a 4-bit format; 8 bits count as free (precision.py)
 =================  ===================================================================================================
 """
 
@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from noisescope.measures.divergence import kl_divergence
 from noisescope.measures.format_costs import WEIGHT_FORMATS
 from noisescope.plans.precision import Module, Plan, plan_of
 from noisescope.probe.formats import quantise
@@ -95,26 +94,6 @@ def gradient_scores(
 def rounding_error(linear: Any, fmt: str) -> Tensor:
     weight = linear.weight.detach().float()
     return quantise(weight, WEIGHT_FORMATS[fmt], weight=True) - weight
-
-
-@torch.no_grad()
-def one_at_a_time(model: Any, names: Sequence[str], formats: Sequence[str], tokens: Tensor) -> Scores:
-    """Mean KL of the model with one linear rounded, [N, T] at once."""
-    modules = dict(model.named_modules())
-
-    def logits() -> Tensor:
-        found: Tensor = model(input_ids=tokens, use_cache=False).logits[:, :-1].flatten(0, 1)
-        return found
-
-    clean, found = logits(), {}
-    for name in names:
-        weight, found[name] = modules[name].weight, dict[str, Any]()
-        kept = weight.data
-        for fmt in formats:
-            weight.data = quantise(kept, WEIGHT_FORMATS[fmt], weight=True)
-            found[name][fmt] = kl_divergence(clean, logits()).mean()
-        weight.data = kept
-    return {name: {fmt: float(kl) for fmt, kl in row.items()} for name, row in found.items()}
 
 
 # -- rules: linears get 8 bits in a fixed order, as long as the budget allows

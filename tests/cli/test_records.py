@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import noisescope as ns
@@ -235,6 +236,28 @@ def test_two_systems_are_compared(tmp_path: Path) -> None:
     assert "2 prompts, 50 tokens" in call("compare", *both, "--generated", 2).output  # of 46 without
     kernels = call("compare", *both, "--engine-args", "b.attn_implementation=eager").output
     assert "round-off. Weights and settings are identical" in kernels and "for 99 % of pairs" in kernels
+
+
+def test_a_quantised_checkpoint_is_shown_layer_by_layer(tmp_path: Path) -> None:
+    """The costliest layers first; JSON has all of them in order."""
+    subject, file = ns.load("demo"), tmp_path / "found.json"
+    with torch.no_grad():
+        for module in (m for block in subject.model.model.layers for m in block.modules()):
+            if isinstance(module, torch.nn.Linear):
+                step = module.weight.abs().amax(1, keepdim=True) / 7
+                module.weight.copy_((module.weight / step).round() * step)
+    for part in (subject.model, subject.tokenizer):
+        part.save_pretrained(tmp_path / "rounded")
+    both = ("transformers:demo", f"transformers:{tmp_path / 'rounded'}", "--samples", 2, "--max-tokens", 24)
+    output = call("compare", *both, "-o", file, code=1).output
+    assert "a with b's weights in one layer alone, the 12 costliest of 16:" in output
+    costs = json.loads(file.read_text())["weight_costs"]
+    assert [row["layer"] for row in costs] == list(range(16)) and all(row["tensors"] == 7 for row in costs)
+    first = max(costs, key=lambda row: row["nats"]["value"])
+    rows = [line.split() for line in output.splitlines()]
+    assert rows[1 + next(i for i, row in enumerate(rows) if row[:2] == ["layer", "nats"])][:2] == [
+        str(first["layer"]), f"{first['nats']['value']:.3g}",
+    ]  # fmt: skip
 
 
 def test_mistakes_about_systems(records: Path) -> None:

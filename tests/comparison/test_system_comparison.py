@@ -12,7 +12,7 @@ FACTS = EngineFacts("fake", "1", "m", "A", "float32", "cpu", sampling=Sampling(0
 NONE = Estimate(0.0, None, None, 2)
 FOUND = SystemComparison(
     schema_version=1, verdict="round-off", words="w", a=FACTS, b=FACTS, prompts=1, tokens=2, total=NONE, token_gap=NONE,
-    causes=(), round_off=NONE, round_off_gap=NONE, sources=(), unexplained_gap=NONE, band=None,
+    causes=(), weight_costs=(), round_off=NONE, round_off_gap=NONE, sources=(), unexplained_gap=NONE, band=None,
     remainder=NONE, order=(), notes=(),
 )  # fmt: skip
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
 from tests.engines.fake_engine import FakeEngine
+from tests.model.test_loading import write_gguf
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -19,6 +21,7 @@ from noisescope.comparison.system_comparison import Sampling
 from noisescope.engines.compare import compare_systems
 from noisescope.engines.protocol import Reported
 from noisescope.engines.transformers_engine import TransformersEngine
+from noisescope.testing import tiny_model
 
 
 def kl(a, b, prompts):
@@ -182,6 +185,80 @@ def test_the_order_of_casts_in_a_norm_is_the_source_of_round_off(tiny, prompts):
     found = compare_systems(a, b, (prompts, prompts))
     assert (found.verdict, found.causes) == ("round-off", ())
     assert "norm" in found.sources[0].role and found.sources[0].changed > 0.05
+
+
+# -- quantised checkpoints, layer by layer
+
+
+@pytest.mark.parametrize("change", [quantised, trained], ids=lambda change: change.__name__)
+def test_weights_are_measured_layer_by_layer(tiny, prompts, change):
+    """Each row is the KL of the original with that layer alone replaced, by plain forwards; a is as it was."""
+    a, b = tiny(), tiny()
+    with torch.no_grad():
+        change(b.model)
+    before = copy.deepcopy(a.model.state_dict())
+    found = compare_systems(a, b, (prompts, prompts))
+    assert [row.layer for row in found.weight_costs] == [0, 1, 2, None]
+    for row in found.weight_costs:
+        changed = tiny()
+        inside = f"layers.{row.layer}."
+        names = [n for n in before if (inside in n if row.layer is not None else "layers." not in n)]
+        changed.model.load_state_dict({**before, **{n: b.model.state_dict()[n] for n in names}})
+        assert row.nats.value == pytest.approx(kl(a, changed, prompts), rel=1e-3) and row.nats.n == len(prompts)
+        assert row.nats.value > 0 and 0 < row.relative_l2 < 0.5 and row.nats.low is not None
+    assert all(torch.equal(before[key], value) for key, value in a.model.state_dict().items())
+
+
+def test_other_causes_have_no_table_of_layers(tiny, prompts):
+    for change in (stale, scale, cast):
+        a, b = tiny(), tiny()
+        with torch.no_grad():
+            change(b.model)
+        assert compare_systems(a, b, (prompts, prompts)).weight_costs == ()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("activations", [False, True])
+def test_compressed_tensors_are_measured_against_their_original(tmp_path, prompts, activations):
+    """A packed folder: its dequantised weights are one cause, by layer; rounded activations are operators."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        compressor = pytest.importorskip("llmcompressor")
+        from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+        from llmcompressor.modifiers.quantization import QuantizationModifier
+
+        model = tiny_model("llama", layers=3)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter *= 1 if parameter.dim() == 1 else 8
+        model.save_pretrained(tmp_path / "original")
+        here = type(model).from_pretrained(tmp_path / "original")
+        rounded = {"input_activations": QuantizationArgs(num_bits=8, strategy="token", dynamic=True)}
+        weights = QuantizationArgs(num_bits=4, strategy="group", group_size=32)
+        scheme = QuantizationScheme(targets=["Linear"], weights=weights, **(rounded if activations else {}))
+        compressor.oneshot(model=here, recipe=QuantizationModifier(config_groups={"all": scheme}, ignore=["lm_head"]))
+        here.save_pretrained(tmp_path / "packed", save_compressed=True)
+        subjects = [ns.load(tmp_path / name) for name in ("original", "packed")]
+    assert any("dequantised on loading (compressed-tensors)" in note for note in subjects[1].anatomy.notes)
+    assert not any(unit.packed for unit in subjects[1].anatomy.units)
+    found = compare_systems(*map(TransformersEngine, subjects), (prompts, prompts))
+    assert found.causes[0].name == "quantised checkpoint" and found.causes[0].layers == (0, 1, 2)
+    assert [(row.layer, row.tensors) for row in found.weight_costs] == [(0, 7), (1, 7), (2, 7)]
+    assert all(row.nats.value > 0 and 0.05 < row.relative_l2 < 0.2 for row in found.weight_costs)
+    assert bool(found.causes[1:]) == activations and all(cause.stage == "operators" for cause in found.causes[1:])
+    assert found.remainder.value < 1e-6
+
+
+def test_a_gguf_file_is_measured_against_its_original(tmp_path, prompts):
+    pytest.importorskip("gguf")
+    pytest.importorskip("accelerate")
+    write_gguf(tmp_path / "original.gguf", tokenizer=False, kind="F32")
+    write_gguf(tmp_path / "packed.gguf", tokenizer=False, kind="Q4_0")
+    sides = [TransformersEngine(ns.load(tmp_path / f"{name}.gguf")) for name in ("original", "packed")]
+    found = compare_systems(*sides, (prompts, prompts))
+    assert [cause.name for cause in found.causes] == ["quantised checkpoint"]
+    assert [(row.layer, row.tensors) for row in found.weight_costs] == [(0, 7), (1, 7), (None, 2)]
+    assert all(row.nats.value > 0 and 0.05 < row.relative_l2 < 0.2 for row in found.weight_costs)
 
 
 # -- dtypes

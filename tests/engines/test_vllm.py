@@ -14,10 +14,12 @@ from noisescope.api.systems import record_engine, roundoff_band
 from noisescope.comparison.system_comparison import Sampling
 from noisescope.data.dataset import read_data
 from noisescope.demo import test_file as demo_data
+from noisescope.diagnosis.format_question import Question
 from noisescope.engines.compare import compare_systems
 from noisescope.engines.transformers_engine import TransformersEngine
 from noisescope.engines.vllm_engine import VllmEngine
 from noisescope.options.device_commands import RecordOptions
+from noisescope.plans.kv_cache import VLLM_DTYPES, KvCachePlan, export_vllm, vllm_command
 
 pytestmark = [
     pytest.mark.engine,
@@ -162,3 +164,20 @@ def test_a_prompt_in_pieces_is_refused(vllm, prompts, monkeypatch):
     monkeypatch.setattr(vllm, "_run", lambda ids: type(vllm)._run(vllm, ids[:-2]))
     with pytest.raises(ns.InvalidInput, match=r"ran .* tokens of a prompt of .*: turn off prefix caching"):
         vllm.logits(prompts[0])
+
+
+@pytest.mark.parametrize(("fmt", "granularity"), list(VLLM_DTYPES))
+def test_vllm_reads_the_list_of_layers_whose_cache_keeps_16_bits(fmt, granularity):
+    """As keyword arguments from the file, and on the command line; the attention looks layers up by their index."""
+    from vllm.config.cache import CacheConfig
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    plan = KvCachePlan(Question(fmt, "kv-cache", granularity, None, False), (0, 5), (1,), (), 1.0, 0.1)
+    written = json.loads(export_vllm(plan).text)
+    typed = vllm_command(plan, "demo").split()[2:]
+    parsed = EngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(["--model", *typed])
+    for given in (EngineArgs(model="demo", **written), EngineArgs.from_cli_args(parsed)):
+        config = CacheConfig(given.block_size, cache_dtype=given.kv_cache_dtype,
+                             kv_cache_dtype_skip_layers=given.kv_cache_dtype_skip_layers)  # fmt: skip
+        assert config.cache_dtype == VLLM_DTYPES[fmt, granularity] and config.kv_cache_dtype_skip_layers == ["0", "5"]

@@ -30,7 +30,7 @@ def slopes_at(model: Any, plan: dict[str, str]) -> tuple[float, dict[str, dict[s
     with ns.inject(model, injection), screen, torch.enable_grad():
         logits = model(TOKENS).logits.flatten(0, 1)
         found = screen.descend(logits, clean, ROWS, torch.full((len(ROWS),), 1 / len(ROWS)))
-    named = {site.module: dict(zip(FORMATS, row.sum(0).tolist(), strict=True)) for site, row in screen.sums.items()}
+    named = {site.module: dict(zip(FORMATS, row.tolist(), strict=True)) for site, row in screen.sums.items()}
     return float(found.mean()), named
 
 

@@ -261,8 +261,8 @@ def test_wrap_takes_a_model_as_it_is() -> None:
 # -- GGUF
 
 
-def write_gguf(path: Path, *, tokenizer: bool) -> np.ndarray[Any, Any]:
-    """A two-block Llama with Q8_0 matrices; returns its embedding before quantisation."""
+def write_gguf(path: Path, *, tokenizer: bool, kind: str = "Q8_0") -> np.ndarray[Any, Any]:
+    """A two-block Llama with matrices of this type; returns its embedding before quantisation."""
     import gguf
 
     writer, rng = gguf.GGUFWriter(path, "llama"), np.random.default_rng(0)
@@ -290,8 +290,8 @@ def write_gguf(path: Path, *, tokenizer: bool) -> np.ndarray[Any, Any]:
         if len(shape) == 1:
             writer.add_tensor(f"{name}.weight", values)
         else:
-            q8 = gguf.GGMLQuantizationType.Q8_0
-            writer.add_tensor(f"{name}.weight", gguf.quants.quantize(values, q8), raw_dtype=q8)
+            stored = gguf.GGMLQuantizationType[kind]
+            writer.add_tensor(f"{name}.weight", gguf.quants.quantize(values, stored), raw_dtype=stored)
         return values
 
     embedding = add("token_embd", 64, 32)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from tests.model.test_loading import write_gguf
 
 import noisescope as ns
 from noisescope.errors import InvalidInput
@@ -109,6 +112,24 @@ def test_llama_cpp_gets_a_type_for_every_tensor() -> None:
     assert found == {tensor: expected[fmt] for tensor, fmt in tensors.items()}
     blocks = {gguf.GGMLQuantizationType[kind.upper()]: GGUF_BLOCKS.get(kind, 32) for kind in GGUF_TYPES.values()}
     assert blocks == {kind: gguf.GGML_QUANT_SIZES[kind][0] for kind in blocks}
+
+
+@pytest.mark.skipif(shutil.which("llama-quantize") is None, reason="llama.cpp is not installed by pip")
+def test_llama_quantize_carries_a_plan_out(tmp_path: Path) -> None:
+    """It reads the file, and each tensor of the new model has the type of the plan."""
+    gguf = pytest.importorskip("gguf")
+    write_gguf(tmp_path / "f32.gguf", tokenizer=True, kind="F32")
+    wanted = plan("int8", "int4", "int4_asymmetric", "bf16")
+    modules = [Module(n, int(n.split(".")[2]), 1, {}, m.in_features) for n, m in linears().items()]
+    (tmp_path / "types.txt").write_text(export_plan(wanted, "llama.cpp", modules).text)
+    files = [tmp_path / name for name in ("types.txt", "f32.gguf", "out.gguf")]
+    command = ["llama-quantize", "--tensor-type-file", *map(str, files), "Q8_0", "1"]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2)
+    found = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(tmp_path / "out.gguf").tensors}
+    expected = {"int8": "Q8_0", "int4": "Q4_0", "int4_asymmetric": "Q4_1", "bf16": "BF16"}
+    for module, fmt in wanted.assignment.items():
+        assert found[f"{names.get_name(module)}.weight"] == expected[fmt]
 
 
 def test_llama_cpp_refuses_what_it_would_change() -> None:

@@ -59,7 +59,7 @@ def answered(errors: np.ndarray, question: Refinement) -> tuple[Any, int]:
             plan = dict(trial.injection.perturbation.plan)  # type: ignore[attr-defined]
             total = sum(size[plan[f"m{i}"]] * row for i, row in enumerate(errors))
             slopes = {
-                f"m{i}": [[float((size[f] - size[plan[f"m{i}"]]) * (row @ total)) / 2 for f in FORMATS]] * 2
+                f"m{i}": [float((size[f] - size[plan[f"m{i}"]]) * (row @ total)) for f in FORMATS]
                 for i, row in enumerate(errors)
             }
             facts = {"slopes": slopes, "formats": list(FORMATS)}

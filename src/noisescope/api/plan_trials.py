@@ -48,7 +48,7 @@ def verify_precision(subject: Subject, report: Report | Diagnosis, plan: Plan, o
     """The plan carried out by fake quantisation: KL and score beside uniform, rule and random plans.
 
     Samples are those after the ones that formats were scored on; a note says where there are no more. Random plans are
-    drawn from the same formats, at the plan's own average bits within 0.02.
+    drawn from the same formats, at the plan's own average bits or near them.
     """
     found = diagnosis_of(report)
     check_sizes(found, subject)

@@ -136,6 +136,15 @@ def print_systems(found: api.comparison.SystemComparison) -> None:
         )
     for cause in found.causes:
         say(f"{cause.name}: {cause.words}")
+    if found.weight_costs:
+        costs = sorted(found.weight_costs, key=lambda row: -(row.nats.value or 0.0))
+        say(f"a with b's weights in one layer alone, the {min(MOST_ROWS, len(costs))} costliest of {len(costs)}:")
+        head = ("layer", "nats per token", "95 %", "relative L2 of the weights")
+        layers = [
+            ("outside" if row.layer is None else str(row.layer), *_estimate(row.nats), f"{row.relative_l2:.2g}")
+            for row in costs[:MOST_ROWS]
+        ]
+        say(output.aligned([head, *layers], "  "))
     for source in found.sources[:MOST_TOKENS]:
         say(
             f"round-off of {source.role}: {_estimate(source.nats)[0]} nats; {source.sites} sites, relative L2 "

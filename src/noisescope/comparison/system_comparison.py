@@ -82,6 +82,19 @@ class Cause:
 
 
 @dataclass(frozen=True)
+class LayerCost:
+    """KL(changed || a) in nats per token, where `changed` is a with b's tensors in one layer alone.
+
+    `layer` is None for the tensors outside the blocks.
+    """
+
+    layer: int | None
+    tensors: int
+    relative_l2: float  # of b's tensors from a's
+    nats: Estimate
+
+
+@dataclass(frozen=True)
 class RoundOffSource:
     """Operators of one role whose outputs differ only by round-off, and what correcting them alone removes."""
 
@@ -100,6 +113,7 @@ class SystemComparison(Tabular):
     make whose every output is within round-off of the reference's; `band` is the |difference| of log-probabilities
     that two healthy systems show, where it was measured, and `unexplained_gap` what is judged by it: the |difference|
     that is left when the causes are mended, at temperature 1. `remainder` belongs to no operator that was seen.
+    `weight_costs` are given where b is quantised or another checkpoint, in the order of layers.
     """
 
     schema_version: int
@@ -112,6 +126,7 @@ class SystemComparison(Tabular):
     total: Estimate
     token_gap: Estimate
     causes: tuple[Cause, ...]
+    weight_costs: tuple[LayerCost, ...]
     round_off: Estimate
     round_off_gap: Estimate
     sources: tuple[RoundOffSource, ...]
@@ -129,7 +144,11 @@ class SystemComparison(Tabular):
 
     def sheet(self) -> Sheet:
         parts = Table.of(Cause, self.causes)
-        tables = {"causes": parts, "round_off": Table.of(RoundOffSource, self.sources)}
+        tables = {
+            "causes": parts,
+            "weight_costs": Table.of(LayerCost, self.weight_costs),
+            "round_off": Table.of(RoundOffSource, self.sources),
+        }
         sides = (f"{name}: {side.model}, {side.engine} {side.version}, {side.dtype}, {side.device}"
                  for name, side in (("a", self.a), ("b", self.b)))  # fmt: skip
         sizes = (("In all", self.total), ("round-off", self.round_off), ("remainder", self.remainder))

@@ -15,11 +15,12 @@ from noisescope.comparison.system_comparison import (
     ORDER,
     SCHEMA_VERSION,
     Cause,
+    LayerCost,
     RoundOffSource,
     SystemComparison,
     Verdict,
 )
-from noisescope.engines.gaps import Gap, gap_of, removed
+from noisescope.engines.gaps import Gap, divergence, gap_of, removed
 from noisescope.engines.operator_replay import (
     Role,
     SiteError,
@@ -34,7 +35,7 @@ from noisescope.engines.operator_replay import (
 )
 from noisescope.engines.protocol import Engine, Ids
 from noisescope.engines.semantics import find_semantics
-from noisescope.engines.state import Mended, find_state
+from noisescope.engines.state import WHOLE_CHECKPOINT, Mended, StateCause, by_layer, find_state, relative_l2
 from noisescope.estimate import Estimate
 
 _SOURCES = 6  # roles whose share of the round-off is measured
@@ -51,6 +52,7 @@ class _Run:
     temperature: float
     gap: Gap
     causes: list[Cause] = field(default_factory=list)
+    weight_costs: tuple[LayerCost, ...] = ()
     modules: set[str] = field(default_factory=set)
 
     def measure(
@@ -67,14 +69,14 @@ class _Run:
                 pair = mended_logits(self.a, self.b, ids, chosen)
                 if stored:
                     pair = rounded_logits(self.a, ids, chosen, pair[1].dtype), pair[1]
-                sides = [self._rows(logits) for logits in pair]
+                sides = [self.rows(logits) for logits in pair]
                 following = torch.tensor(ids[1:])[:, None]
                 mine, its = (side.gather(1, following)[:, 0] for side in sides)
                 yield sides[0], sides[1], mine, its
 
         return gap_of(rows())
 
-    def _rows(self, logits: Tensor) -> Tensor:
+    def rows(self, logits: Tensor) -> Tensor:
         return (logits[:-1].cpu().double() / self.temperature).log_softmax(-1)
 
 
@@ -118,6 +120,7 @@ def compare_systems(
         total=meant.before.total,
         token_gap=meant.before.total_token,
         causes=tuple(run.causes),
+        weight_costs=run.weight_costs,
         round_off=round_off,
         round_off_gap=round_off_gap,
         sources=sources,
@@ -134,6 +137,8 @@ def _mend_state(run: _Run, mended: Mended) -> tuple[str, ...]:
     causes, found = find_state(run.a, run.b)
     notes = list(found)
     for cause in causes:
+        if cause.name in WHOLE_CHECKPOINT:
+            run.weight_costs = _weight_costs(run, cause)
         mended.mend(run.a, run.b, cause)
         after = run.measure()
         where = (*cause.tensors, *cause.settings)
@@ -143,6 +148,28 @@ def _mend_state(run: _Run, mended: Mended) -> tuple[str, ...]:
         run.causes.append(Cause("state", cause.name, cause.words, *removed(run.gap, after), where, cause.layers))
         run.gap = after
     return tuple(notes)
+
+
+def _weight_costs(run: _Run, cause: StateCause) -> tuple[LayerCost, ...]:
+    """What b's tensors cost layer by layer: each layer's alone are put into a, and taken out again."""
+    its = {name: tensor for name, tensor in run.b.tensors() if name in cause.tensors}
+    mine = {name: tensor.clone() for name, tensor in run.a.tensors() if name in its}
+    layers = by_layer(cause.tensors)
+    nats: dict[int | None, list[float]] = {layer: [] for layer in layers}
+    for ids in progress.track("layers replaced", run.prompts):
+        clean = run.rows(run.a.logits(ids))
+        for layer, names in layers.items():
+            try:
+                for name in names:
+                    run.a.write(name, its[name])
+                nats[layer].append(divergence(clean, run.rows(run.a.logits(ids))))
+            finally:
+                for name in names:
+                    run.a.write(name, mine[name])
+    moved = {layer: relative_l2([(mine[name], its[name]) for name in names]) for layer, names in layers.items()}
+    return tuple(
+        LayerCost(layer, len(names), moved[layer], Gap(tuple(nats[layer]), ()).total) for layer, names in layers.items()
+    )
 
 
 def _mend_operators(run: _Run) -> tuple[list[Role], tuple[str, ...]]:

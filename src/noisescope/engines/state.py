@@ -23,6 +23,7 @@ from noisescope.localization.tensors import bits_of
 from noisescope.localization.weight_difference import Difference, difference
 
 _BLOCK = re.compile(r"(?:^|\.)(?:layers|h|blocks|layer)\.(\d+)\.")
+WHOLE_CHECKPOINT = ("quantised checkpoint", "another checkpoint")  # causes that concern most layers
 _MANY = 0.5  # of the blocks: such a model is another checkpoint, and not one with a stale layer
 _SHOWN = 3
 
@@ -152,16 +153,15 @@ def _grouped(pairs: Sequence[_Pair], reference: dict[str, Tensor], blocks: int) 
 
 def _stale(dense: Sequence[_Pair], blocks: int) -> Iterator[StateCause]:
     """Tensors whose numbers differ throughout: in some layers (not updated), or in the whole model."""
-    by_block: dict[int | None, list[_Pair]] = defaultdict(list)
-    for pair in dense:
-        by_block[_block(pair.name)].append(pair)
+    known = {pair.name: pair for pair in dense}
+    by_block = {block: [known[name] for name in names] for block, names in by_layer(list(known)).items()}
     if blocks and len(by_block.keys() - {None}) > _MANY * blocks:
         names = tuple(pair.name for pair in dense)
         quantised = "quantised weights" if _look_quantised(dense) else "another checkpoint or training step"
         words = (
             f"{len(names)} tensors in {len(by_block)} places differ in all elements, by {_sizes(dense)}: {quantised}"
         )
-        yield StateCause("quantised checkpoint" if _look_quantised(dense) else "another checkpoint", words, names)
+        yield StateCause(WHOLE_CHECKPOINT[not _look_quantised(dense)], words, names)
         return
     for block, held in by_block.items():
         names = tuple(pair.name for pair in held)
@@ -233,9 +233,22 @@ def _base(table: Tensor) -> float:
 
 
 def _sizes(pairs: Sequence[_Pair]) -> str:
-    error = sum(float((pair.a.double() - pair.b.double()).square().sum()) for pair in pairs)
-    size = sum(float(pair.a.double().square().sum()) for pair in pairs)
-    return f"a relative L2 of {math.sqrt(error / size) if size else math.inf:.2g}"
+    return f"a relative L2 of {relative_l2([(pair.a, pair.b) for pair in pairs]):.2g}"
+
+
+def relative_l2(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
+    """Of the second tensors from the first, all together."""
+    error = sum(float((a.double() - b.to(a.device).double()).square().sum()) for a, b in pairs)
+    size = sum(float(a.double().square().sum()) for a, _ in pairs)
+    return math.sqrt(error / size) if size else math.inf
+
+
+def by_layer(names: Sequence[str]) -> dict[int | None, list[str]]:
+    """Names by the block that they belong to, in order; None, outside the blocks, comes last."""
+    found: dict[int | None, list[str]] = defaultdict(list)
+    for name in sorted(names, key=lambda name: (_block(name) is None, _block(name) or 0)):
+        found[_block(name)].append(name)
+    return found
 
 
 def _tied(tensors: dict[str, Tensor]) -> Iterator[str]:

@@ -30,7 +30,7 @@ class FormatSlopes(GradientScreen):
 
     with inject(model, plan), FormatSlopes(model, formats, current) as slopes, torch.enable_grad():
         kl = slopes.descend(model(tokens).logits.flatten(0, 1), clean_logits_of_scored_rows, scored, weights)
-    slopes.sums[site]      # [2, formats]: change of the sum over rows of weight x KL, from each half of the batches
+    slopes.sums[site]      # [formats]: change of the sum over rows of weight x KL
     """
 
     def __init__(
@@ -44,7 +44,6 @@ class FormatSlopes(GradientScreen):
         super().__init__(model, anatomy)
         self.formats, self.current = dict(formats), dict(current)
         self.sums: dict[Site, Tensor] = {}
-        self.half = 0  # which the next batch belongs to
 
     def reads(self, unit: Unit, operator: str) -> bool:
         return operator == "linear" and is_planned(unit) and unit.kind == MODULE  # experts get the rounded weight
@@ -57,8 +56,7 @@ class FormatSlopes(GradientScreen):
             of_weight = gradient.flatten(0, -2).float().T @ x.flatten(0, -2).float()
             rounded = (quantise(weight, fmt, weight=True).float() for fmt in self.formats.values())
             found = torch.stack([((one - used.float()) * of_weight).sum() for one in rounded]).double()
-            known = self.sums.setdefault(site, found.new_zeros(2, len(self.formats)))
-            known[self.half] += found
+            self.sums[site] = self.sums[site] + found if site in self.sums else found
 
         self.on_gradient(call, y, (call.tensors[0], linear_weight(call.callee)), add)
 

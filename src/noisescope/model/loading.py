@@ -21,6 +21,7 @@ from noisescope import demo
 from noisescope.errors import InvalidInput, MissingExtra, NoisescopeError, unknown
 from noisescope.model.anatomy import Anatomy, dissect
 from noisescope.model.checkpoint_folder_check import GgufFacts, check_folder_files, gguf_facts
+from noisescope.model.quantised_checkpoint import UNPACKED, asks_to_dequantise, quantiser_of
 from noisescope.model.streaming import check_stream, placed
 from noisescope.options.shared import ALLOWED, refuse_missing_path, uncached
 from noisescope.tables import Sheet, Tabular
@@ -95,8 +96,8 @@ def load(
     `./demo`), or `tiny:llama` and similar (noisescope.testing). `dtype` defaults to the stored one. `device` is any
     torch device; with a `device_map`, accelerate places the model instead. With `stream` the weights of blocks stay in
     the host's memory ("host") or in the checkpoint's files ("disk"), and are copied to the device block by block
-    (model/streaming.py). The class is the one the checkpoint names, else a causal language model. The weights of a GGUF
-    file are dequantised on loading, so noise applies to the arithmetic of the dequantised model.
+    (model/streaming.py). The class is the one the checkpoint names, else a causal language model. Weights of GGUF files
+    and of compressed-tensors are dequantised on loading, so noise applies to the arithmetic of the dequantised model.
 
     >>> ns.load("demo")
     <Subject demo: LlamaForCausalLM (llama), 16 blocks>
@@ -123,12 +124,14 @@ def load(
     header = _checked_files(checkpoint)
     with _explained(checkpoint.source):
         config = _config(checkpoint)
-        quantiser = _quantiser(config)
+        quantiser = quantiser_of(config)
         if device_map is None and quantiser:  # packed weights can't be moved afterwards
             device_map = {"": str(where)}
             check_stream(stream, f"what the quantiser ({quantiser}) needs")
         given = {"attn_implementation": attn_implementation, "device_map": device_map}.items()
         settings = {name: value for name, value in given if value is not None}
+        if asks_to_dequantise(config):
+            settings["config"] = config
         if checkpoint.state_dict:
             model, info = _from_state_dict(checkpoint, config, wanted, settings)
         else:
@@ -153,6 +156,7 @@ def load(
         notes.append(f"{len(info['unexpected_keys'])} tensors of the checkpoint are not used by {type(model).__name__}")
     if header is not None:
         notes.append(f"weights were dequantised on loading: {', '.join(header.formats)} in the file")
+    notes += [f"weights were dequantised on loading ({quantiser})"] if quantiser == UNPACKED else []
     return replace(_subject(model.eval(), tokenizer, str(source), notes), loading=loading)
 
 
@@ -189,8 +193,10 @@ def outline(
         build = build.from_config if hasattr(build, "from_config") else build._from_config
         settings = {"dtype": wanted, "attn_implementation": attn_implementation}
         model = build(config, **{name: value for name, value in settings.items() if value is not None})
-    quantiser, notes = _quantiser(config), []
-    if quantiser:
+    quantiser, notes = quantiser_of(config), []
+    if quantiser == UNPACKED:
+        notes.append(f"weights are dequantised on loading ({quantiser})")
+    elif quantiser:
         notes.append(
             f"the checkpoint is quantised ({quantiser}): its linears are packed once loaded, and noise can be "
             f"injected into their output and input, not their weight"
@@ -341,15 +347,6 @@ def _from_state_dict(
     if (checkpoint.folder / "generation_config.json").exists():
         model.generation_config = transformers.GenerationConfig.from_pretrained(checkpoint.folder)
     return model, info
-
-
-def _quantiser(config: Any) -> str:
-    """The method a checkpoint is quantised with ("gptq", "fp8" ...), or ""."""
-    settings = getattr(config, "quantization_config", None)
-    if settings is None:
-        return ""
-    method = settings.get("quant_method") if isinstance(settings, dict) else getattr(settings, "quant_method", None)
-    return str(getattr(method, "value", method) or "unnamed method")
 
 
 def _tokenizer(checkpoint: _Checkpoint, header: GgufFacts | None) -> Any:

@@ -4,9 +4,9 @@ A diagnosis with `--on kv-cache` gives each layer's own divergence, injected, or
 that cost most keep 16 bits, until what is left of the sum fits the budget. The sum takes layers as independent: whether
 that holds is measured by carrying the plan out.
 
-vLLM (0.27, `vllm/config/cache.py`) takes `kv_cache_dtype` for the whole model and `kv_cache_dtype_skip_layers`, layer
-indices as text, for the layers left in the model's own dtype; on its command line the indices follow
-`--kv-cache-dtype-skip-layers`, separated by spaces.
+vLLM (0.27 to 0.32, `vllm/config/cache.py`) takes `kv_cache_dtype` for the whole model and
+`kv_cache_dtype_skip_layers`, layer indices as text, for the layers left in the model's own dtype; on its command line
+the indices follow `--kv-cache-dtype-skip-layers`, separated by spaces.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from noisescope.tables import Sheet, Table, Tabular
 
 SHARE = 0.1  # of the divergence of a wholly rounded cache may be left, where no budget is given
 # The cache dtypes of vLLM that round as ours do: fp8 with its scale of 1, integers with a scale per token and head.
-_VLLM = {
+VLLM_DTYPES = {
     ("fp8_e4m3", None): "fp8_e4m3",
     ("fp8_e5m2", None): "fp8_e5m2",
     ("int8", "token"): "int8_per_token_head",
@@ -126,12 +126,12 @@ def rivals(plan: KvCachePlan) -> dict[str, tuple[int, ...]]:
 def vllm_dtype(question: Question) -> str:
     """vLLM's name of the cache dtype that rounds so."""
     key = (question.format, question.granularity)
-    if question.asymmetric or key not in _VLLM:
-        offered = ", ".join(dict.fromkeys(name for name, _ in _VLLM))
+    if question.asymmetric or key not in VLLM_DTYPES:
+        offered = ", ".join(dict.fromkeys(name for name, _ in VLLM_DTYPES))
         raise InvalidInput(
             f"vLLM has no cache dtype for {question.name}: it has {offered}, without --group-size and --asymmetric"
         )
-    return _VLLM[key]
+    return VLLM_DTYPES[key]
 
 
 def vllm_command(plan: KvCachePlan, model: str) -> str:

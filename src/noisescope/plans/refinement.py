@@ -21,7 +21,7 @@ import numpy as np
 from noisescope.diagnosis.context import StudyContext
 from noisescope.errors import NoisescopeError
 from noisescope.injection import Injection
-from noisescope.plans.precision import Array, Budget, Module, Plan, plan_of, solve
+from noisescope.plans.precision import Budget, Module, Plan, plan_of, solve
 from noisescope.trials import Result, Results, Slice, Trial
 
 FIRST_SHARE = 0.25  # of the weights may change at once, at first
@@ -46,8 +46,6 @@ class Refinement:
     rounds: int
     samples: Slice
     injection: Callable[[Mapping[str, str]], Injection | None]  # that carries a plan out
-    shrink: bool = False  # slopes beyond those of independent errors, by how well two halves of the samples agree
-    errors: float = 0.0  # a change is kept if the KL is lower by more than so many standard errors
     phase: ClassVar[str] = "refining the plan"
     _solved: dict[tuple[str, float], Plan] = field(default_factory=dict, compare=False)  # every wave asks again
 
@@ -92,7 +90,7 @@ class Refinement:
                 return Refined(best, lowest, tuple(measured)), asked
             there = _checked(results[asked.id])
             measured.append(mean_kl(there))
-            if is_lower(there, at, self.errors):
+            if measured[-1] < lowest:
                 best, at, lowest, share = changed, there, measured[-1], min(2 * share, 1.0)
             else:
                 share /= 2
@@ -104,13 +102,10 @@ class Refinement:
         own = np.array([[m.choices[f].predicted_kl for f in names] for m in self.modules])
         now = np.array([names.index(plan.assignment[module.name]) for module in self.modules])
         current = own[np.arange(len(now)), now][:, None]
-        expected = scale * np.where(own < current, 2 * (own - current), 0.0)  # of errors that are independent
-        slopes = at.facts["slopes"]  # fused experts have none
-        halves = np.array([slopes.get(m.name, (e / 2, e / 2)) for m, e in zip(self.modules, expected, strict=True)])
-        beyond = halves.sum(1) - expected
-        if self.shrink:
-            beyond *= reliability(halves[:, 0] - expected / 2, halves[:, 1] - expected / 2)
-        costs = expected + beyond + scale * (own + current)
+        independent = scale * np.where(own < current, 2 * (own - current), 0.0)  # for fused experts: none is measured
+        known = at.facts["slopes"]
+        slopes = np.array([known.get(m.name, other) for m, other in zip(self.modules, independent, strict=True)])
+        costs = slopes + scale * (own + current)
         costs[np.arange(len(now)), now] = 0.0
         moved, touched = [], []
         for module, row, kept in zip(self.modules, costs, now, strict=True):
@@ -120,20 +115,6 @@ class Refinement:
         limits = [*self.budget.limits(self.modules), ("share of weights", share, touched)]
         found = solve(moved, limits)
         return plan_of(self.modules, found.assignment, f"{self.start.method}, refined", found.note)
-
-
-def reliability(one: Array, other: Array) -> float:
-    """How much of the sum of two halves is signal: their correlation r as 2 r / (1 + r), from 0 to 1."""
-    spread = float((one**2).sum() + (other**2).sum())
-    r = max(2 * float((one * other).sum()) / spread, 0.0) if spread > 0 else 0.0
-    return 2 * r / (1 + r)
-
-
-def is_lower(after: Result, before: Result, errors: float) -> bool:
-    """Whether the KL is lower, sample by sample, by more than so many standard errors."""
-    gains = np.array(before.values["kl"], dtype=np.float64) - np.array(after.values["kl"], dtype=np.float64)
-    spread = float(gains.std(ddof=1)) / len(gains) ** 0.5 if len(gains) > 1 else 0.0
-    return bool(gains.mean() > errors * spread)
 
 
 def mean_kl(result: Result) -> float:

@@ -207,9 +207,7 @@ def format_slopes(runner: TrialRunner, trial: Trial) -> Result:
     scope = FormatSlopes(runner.model, {n: weight_format(n) for n in names}, held, anatomy=runner.anatomy)
     samples = runner.materials[part.data].samples(part)
     divergence, tokens = np.zeros(len(samples)), np.zeros(len(samples))
-    size = min(2 * FORMAT_SAMPLES, -(-len(samples) // 2))  # two batches at least: their slopes are compared
-    for number, batch in enumerate(runner.batches(part, size=size, whole=True)):
-        scope.half = number % 2
+    for batch in runner.batches(part, size=2 * FORMAT_SAMPLES, whole=True):
         owners = batch.whole.owners.cpu().numpy()
         np.add.at(tokens, owners, 1.0)
         with torch.no_grad():
@@ -223,7 +221,7 @@ def format_slopes(runner: TrialRunner, trial: Trial) -> Result:
             found = scope.descend(runner.forward(batch), clean, scored, weights)
         np.add.at(divergence, owners, found.double().cpu().numpy())
         runner.forwards += len(batch.ids) * 3
-    slopes = {site.module: halves.tolist() for site, halves in scope.sums.items()}
+    slopes = {site.module: found.tolist() for site, found in scope.sums.items()}
     return Result(samples, {"kl": tuple((divergence / tokens).tolist())}, {"slopes": slopes, "formats": names})
 
 
