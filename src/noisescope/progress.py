@@ -115,3 +115,10 @@ def track(name: str, items: Iterable[T], steps: int | None = None) -> Iterator[T
     for item in items:
         yield item
         step(name)
+
+
+def duration(seconds: float) -> str:
+    """Such as "45 s", "12 min", "1.5 h"."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

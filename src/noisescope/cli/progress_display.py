@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from noisescope.cli.output import BEFORE_PRINTING, say
-from noisescope.progress import Phase
+from noisescope.progress import Phase, duration
 
 SILENT = 3.0  # seconds before the first line: quick commands print none
 EVERY = 10.0  # seconds between lines
@@ -208,10 +208,3 @@ class ProgressDisplay:
             rest += f", about {duration(self.seconds_left)} left"
         total, done = (None, 0.0) if share is None else (1.0, share)
         self._bar.update(self._task, description=self.step_text, total=total, completed=done, rest=rest)
-
-
-def duration(seconds: float) -> str:
-    """Such as "45 s", "12 min", "1.5 h"."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
