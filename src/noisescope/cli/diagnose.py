@@ -143,7 +143,7 @@ def print_check(report: api.reports.Report) -> None:
     """Whether the findings held, what a plan gains, whether a fault is found."""
     found = report.diagnosis
     assert found.check is not None and found.precision_plan is not None and found.locate is not None
-    say(f"\nwas it right? Linears that give {found.check.fault}, three layers at a time, on")
+    say(f"\nwas it right? A fault in the linears ({found.check.fault}), three layers at a time, on")
     say(f"{found.check.samples} problems the diagnosis has not seen:")
     roles = {"warned": "<- the report warns of these", "least": "<- diverge least in the report", "between": ""}
     for row in found.check.windows:

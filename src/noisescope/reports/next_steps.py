@@ -68,7 +68,7 @@ def next_steps(
     measured |= {name: value for name, value in data.items() if name != "data" or "data" in typed}
     measured |= {"model": typed["model"]} if "model" in typed else {}
 
-    again = {}
+    again: dict[str, Any] = {}
     if settings.effort == "screen":
         again = {"effort": "standard", "samples": more_samples(run, ENOUGH)}
         words = "Confirm the predictions by injection"

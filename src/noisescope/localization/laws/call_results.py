@@ -48,7 +48,7 @@ class LawResult:
         return (
             f"{self.law}: {self.words}"
             if self.words
-            else (f"{self.law} off by {self.size:.2g} {self.unit} in {self.share:.2%}")
+            else (f"{self.law} off by {self.size:.2g} {self.unit} in {100 * self.share:.2f} %")
         )
 
 

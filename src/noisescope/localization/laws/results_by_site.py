@@ -175,7 +175,7 @@ def _suspect(entry: SiteResults) -> Suspect:
     kept = [str(law) for law, result in entry.results.items() if not result.broken]
     sure = any(math.isinf(result.strength) or result.strength > 4 for result in broken.values())
     evidence = "; ".join(str(result) for result in sorted(broken.values(), key=lambda r: -r.strength))
-    evidence += f"; kept: {', '.join(kept) if kept else 'none'}" + (f"; {pattern.text}" if pattern.text else "")
+    evidence += f"; laws that hold: {', '.join(kept) or 'none'}" + (f"; {pattern.text}" if pattern.text else "")
     strongest = max(min(math.log10(max(result.strength, 1.0)), 12.0) for result in broken.values())
     return Suspect(
         site,
