@@ -90,7 +90,8 @@ def _bullets(lines: Sequence[str]) -> Bullets:
 
 
 def _method(verdict: Verdict) -> str:
-    return f"{verdict.method}, {counted(verdict.checked, 'check')}, {round(verdict.forwards, 1):g} forwards"
+    forwards = f"{verdict.forwards:.1f}".removesuffix(".0")
+    return f"{verdict.method}, {counted(verdict.checked, 'check')}, {forwards} forward{'s' * (forwards != '1')}"
 
 
 def _sections(verdict: Verdict) -> Iterator[tuple[str, str, list[str]]]:
