@@ -23,6 +23,9 @@ class Heard:
     def stepped(self, name: str, work: float | None) -> None:
         self.events.append(("step", name, work))
 
+    def advanced(self, share: float) -> None:
+        self.events.append(("part", share))
+
     def ended(self) -> None:
         self.events.append(("end",))
 
@@ -37,6 +40,14 @@ def test_a_plan_and_its_steps_are_heard() -> None:
         assert progress.heard()
     steps = [("begin", "folds", 2), ("step", "folds", None), ("step", "folds", None), ("step", "samples", 8.0)]
     assert heard.events == [("plan", ("folds", 2, 2.0), ("samples", 1, 8.0)), *steps, ("end",)]
+
+
+def test_a_long_step_reports_its_parts() -> None:
+    """Each with the share of the step that is done."""
+    heard = Heard()
+    with progress.shown_by(heard):
+        assert list(progress.parts("abcd")) == ["a", "b", "c", "d"]
+    assert heard.events == [("part", 0.25), ("part", 0.5), ("part", 0.75), ("part", 1.0)]
 
 
 def test_a_plan_inside_another_changes_no_total() -> None:

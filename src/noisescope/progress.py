@@ -37,6 +37,7 @@ class Listener(Protocol):
     def planned(self, phases: Sequence[Phase]) -> None: ...
     def begun(self, name: str, steps: int) -> None: ...
     def stepped(self, name: str, work: float | None) -> None: ...
+    def advanced(self, share: float) -> None: ...
     def ended(self) -> None: ...
 
 
@@ -91,6 +92,20 @@ def step(name: str, work: float | None = None) -> None:
         listener.stepped(name, work)
 
 
+def part(share: float) -> None:
+    """This share of the step that runs is done: for a step that takes long."""
+    listener = _LISTENER.get()
+    if listener is not None:
+        listener.advanced(share)
+
+
+def parts(items: Sequence[T]) -> Iterator[T]:
+    """The items, each an equal part of the step that runs."""
+    for number, item in enumerate(items, 1):
+        yield item
+        part(number / len(items))
+
+
 def track(name: str, items: Iterable[T], steps: int | None = None) -> Iterator[T]:
     """The items, each of them a step of the phase."""
     if steps is None:
@@ -100,3 +115,10 @@ def track(name: str, items: Iterable[T], steps: int | None = None) -> Iterator[T
     for item in items:
         yield item
         step(name)
+
+
+def duration(seconds: float) -> str:
+    """Such as "45 s", "12 min", "1.5 h"."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

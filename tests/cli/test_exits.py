@@ -41,6 +41,8 @@ def test_locate_with_a_simulated_fault(verdict: str, wanted: tuple[int, int], mo
     found = (Verdict(verdict, "audit"), 3, 100)
     monkeypatch.setattr("noisescope.api.locate_simulated.locate_simulated", lambda subject, options: found)
     assert codes("locate", "demo", "--simulate", "gain:0.01@3") == wanted
+    said = CliRunner().invoke(app, ["locate", "demo", "--simulate", "gain:0.01@3"]).output
+    assert "fault simulated at block 3 (100 elements changed): not found, nothing is suspected" in said
 
 
 @pytest.mark.parametrize(("verdict", "wanted"), [("pass", (0, 0)), ("fail", (1, 1)), ("undecided", (3, 0))])

@@ -109,6 +109,8 @@ MISTAKES = [
     ("diagnose demo --data columns.jsonl --answer-field reply", "--answer-field needs --prompt-field"),
     ("diagnose demo --prompt-field query --data data.docx", "unknown format of the data file.*Allowed: .jsonl"),
     ("diagnose demo --metric perplexty", "unknown metric 'perplexty'.*Did you mean 'perplexity'"),
+    ("diagnose unfinished -o unfinished", "-o unfinished is the model's own folder: give another folder"),
+    ("record ./unfinished -o unfinished", "-o unfinished is the model's own folder"),
     ("report unfinished", "not finished, so there is no report yet: noisescope runs resume unfinished"),
     ("plan precision unfinished --average-bits 5", "is not finished.*noisescope runs resume unfinished"),
 ]

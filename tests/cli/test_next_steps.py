@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from pathlib import Path
 
@@ -24,6 +25,7 @@ def test_a_report_passes_its_own_gate(tmp_path: Path, monkeypatch: pytest.Monkey
     report = ns.load_report("base").diagnosis
     steps = {words[1]: words[1:] for words in (shlex.split(step.text) for step in next_steps(report))}
     assert list(steps) == ["diagnose", "gate"]
+    assert re.search(r"\nConfirm the predictions by injection \(about \d+ (s|min)\):\n", made.output)
     for words in steps.values():
         assert shlex.join(["noisescope", *words]) in made.output
     passed = CliRunner().invoke(app, steps["gate"])

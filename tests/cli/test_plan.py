@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,7 @@ def test_words_and_files(folder: Path, tmp_path: Path) -> None:
     """Without --verify nothing is loaded or claimed; exports are written; layers share a format."""
     said = call("precision", folder / "report.json", "--average-bits", 4.5, "--granularity", "layer", *FORMATS)
     assert "optimal by layer: 4." in said and "predicted only: --verify" in said
+    assert re.search(r"\n  int8: \d+ modules\n    model\.layers\.\{\d+[-, \d]+\}\.mlp\.down_proj\n", said)
     assert (
         "\npredicted mean KL 0.0" in said and "(standard error at most 0.0" in said and "; 16 samples, about " in said
     )
@@ -69,7 +71,7 @@ def test_words_and_files(folder: Path, tmp_path: Path) -> None:
     said = call("precision", folder, "--average-bits", 5, *FORMATS, "--export", "torchao", "-o", recipe)
     assert "note: model.layers.0." in said and "groups of 32" in said
     plan = tmp_path / "other" / "migration.json"
-    call("migration", folder, "-o", plan)
+    assert str(plan) in call("migration", folder, "-o", plan)
     assert json.loads(plan.read_text())["priorities"]
     (tmp_path / "file").write_text("")
     assert "can't write" in call("migration", folder, "-o", tmp_path / "file" / "plan.json", code=2)

@@ -144,3 +144,24 @@ def test_the_time_left_falls_while_a_step_runs(shown: tuple[ProgressDisplay, Clo
     display.stepped("operators", 15.0)
     clock.now += 100
     assert display.line() == "operators 2 of 2 (62 %, 2 min so far)"
+
+
+def test_a_long_step_advances_by_its_parts(shown: tuple[ProgressDisplay, Clock]) -> None:
+    """They count as their share of the step, for the percentage and the time left; what was shown never falls."""
+    display, clock = shown
+    display.planned([Phase("screen", 1, work=10.0), Phase("curvature", 2, work=30.0)])
+    display.stepped("screen", None)
+    display.begun("curvature", 1)
+    clock.now += 10
+    display.advanced(0.5)
+    assert display.line() == "curvature 1 of 2 (44 %, about 13 s left)"
+    clock.now += 5
+    assert display.line() == "curvature 1 of 2 (44 %, about 9 s left)"  # as 15 s for 25 of 40 leave
+    display.advanced(1.0)
+    assert display.share == 25 / 40
+    display.stepped("curvature", 5.0)  # a step of less work than most
+    assert display.share == 25 / 40
+    display.advanced(0.5)
+    assert display.share == 25 / 40
+    display.stepped("curvature", None)
+    assert display.share == 1.0

@@ -156,6 +156,7 @@ def test_show_prints_the_settings(tmp_path: Path) -> None:
     for line in ("  score: 3 trials", "  operators: gemm, softmax", "  seeds: 0, 1", "  metric: accuracy",
                  "  dtype: float32", "  samples: 40", "  device: cpu (here)"):  # fmt: skip
         assert line in lines
+    assert not any("None" in line for line in lines)
     assert json.loads(call("runs", "show", tmp_path / "a", "--json"))["settings"]["window"] == 3
 
 

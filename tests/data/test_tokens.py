@@ -18,6 +18,8 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
 import noisescope as ns
+from noisescope import progress
+from noisescope.cli.progress_display import ProgressDisplay
 from noisescope.data.answers import answers_match, extract_number
 from noisescope.data.dataset import DataSet, Item, gather
 from noisescope.data.generation import generate
@@ -519,6 +521,22 @@ def test_generation_is_greedy_and_padding_changes_nothing(kind: str, batch_size:
     ]
     batches = [slice(at, at + batch_size) for at in range(0, 3, batch_size)]
     assert seen == [([4, 7, 9][batch], max(lengths[batch])) for batch in batches]
+
+
+def test_generation_reports_each_token() -> None:
+    """As a share of all batches; the answers are the same, and nobody is told where nobody listens."""
+    shares: list[float] = []
+
+    class Listener(ProgressDisplay):
+        def advanced(self, share: float) -> None:
+            shares.append(share)
+
+    with progress.shown_by(Listener()):
+        answers = generate(
+            talker(), tokenizer("bos"), PROMPTS, max_new_tokens=6, batch_size=2, device="cpu", samples=[4, 7, 9]
+        )
+    assert answers == [by_hand(prompt, 6) for prompt in PROMPTS]
+    assert shares[0] == pytest.approx(1 / 12) and shares == sorted(shares) and 7 < len(shares) <= 12
 
 
 @pytest.mark.parametrize(

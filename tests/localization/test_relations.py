@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 import noisescope as ns
+from noisescope import progress
+from noisescope.cli.progress_display import ProgressDisplay
 from noisescope.errors import InvalidInput
 from noisescope.faults import Accumulation, Bias, DeadZone, Gain, Noise, NormGain, Saturation, StaleTile, faulty
 from noisescope.injection import Injection
@@ -207,6 +209,23 @@ def test_places_narrow_the_search(model, tokens):
         assert relations(model, tokens, places=1).verdict == "faulty"
     with pytest.raises(InvalidInput, match="unknown place 7"):
         relations(model, tokens, places=[7])
+
+
+def test_every_call_is_a_step_of_a_plan(model, tokens):
+    """Modules first, then functions, as many as planned: laws take minutes on a model of some size."""
+    shown = ProgressDisplay()
+    shares = []
+
+    def stepped(name, work):
+        ProgressDisplay.stepped(shown, name, work)
+        shares.append((name, shown.share))
+
+    shown.stepped = stepped
+    with progress.shown_by(shown):
+        relations(model, tokens)
+    assert list(dict.fromkeys(name for name, _ in shares)) == ["laws of modules", "laws of functions"]
+    assert 0.9 < shares[-1][1] <= 1.0  # some functions only may be called
+    assert len({share for _, share in shares}) == len(shares)
 
 
 def test_a_subject_needs_no_data():

@@ -53,7 +53,8 @@ def test_undecided_says_why() -> None:
     unseen = Verdict("undecided", "audit", unseen=(SITE, SITE), coverage=coverage(0.0))
     assert unseen.headline == f"undecided: {SITE} and 1 more could not be judged"
     assert Verdict("undecided", "audit", notes=("all is NaN",)).headline == "undecided: all is NaN"
-    assert Verdict("undecided", "scans", (suspect(),)).headline.endswith("gain is possible, but not certain")
+    several = Verdict("undecided", "scans", (suspect(), suspect(), suspect())).headline
+    assert several.startswith("undecided: possible, but not certain: linear at") and several.endswith("2 more suspects")
     assert Verdict("undecided", "audit").headline == "undecided: the evidence is not sufficient"
 
 

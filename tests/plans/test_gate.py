@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from noisescope.diagnosis.report import GivenCommand
 from noisescope.diagnosis.section_types import GateNumbers
 from noisescope.errors import InvalidInput
 from noisescope.findings.pass_fail import headline, overall
@@ -274,6 +275,10 @@ def test_what_is_not_comparable_is_refused(made):
     refuse_kind(run.data, run.data)
     with pytest.raises(InvalidInput, match=r"kind answer \(gsm8k.jsonl\), but this is text \(b.txt\)"):
         refuse_kind(run.data, other.data)
-    refuse_other_samples(run.data, run.data, (["a", "b", "c"], ["c", "a"]))
+    whole = made.diagnosis(made.about(blocks=4)).run
+    refuse_other_samples(whole, run.data, (["a", "b", "c"], ["c", "a"]))
     with pytest.raises(InvalidInput, match=r"1 of these 2 samples .* --other-samples"):
-        refuse_other_samples(run.data, run.data, (["a", "b", "c"], ["c", "d"]))
+        refuse_other_samples(whole, run.data, (["a", "b", "c"], ["c", "d"]))
+    cut = replace(whole, command=GivenCommand("diagnose", {"max_tokens": 64}, ()))
+    with pytest.raises(InvalidInput, match=r"--max-tokens \(the baseline has --max-tokens 64\), or"):
+        refuse_other_samples(cut, run.data, (["a", "b", "c"], ["c", "d"]))

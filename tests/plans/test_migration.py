@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 import typer.main
 
 from noisescope.cli import app
-from noisescope.diagnosis.report import Diagnosis
+from noisescope.diagnosis.report import Diagnosis, GivenCommand
 from noisescope.diagnosis.rows import LayerEffect
 from noisescope.errors import InvalidInput
 from noisescope.findings import Target
@@ -148,6 +150,20 @@ def test_commands_are_commands(found: Diagnosis) -> None:
     # MAPE needs whole tensors of every layer it is asked for, and one dtype on both machines
     assert all(c[c.index("--full-layers") + 1] == "1,2,3,6,9,10,11" for c in records)
     assert all(c[c.index("--dtype") + 1] == "bfloat16" for c in records)
+
+
+def test_commands_repeat_what_the_user_gave(made: Any, found: Diagnosis) -> None:
+    """The length limit and fields of the report's run, and paths, which a report cuts."""
+    asked = {"max_tokens": 64, "prompt_field": "query", "samples": 4, "revision": "v2"}
+    run = replace(found.run, command=GivenCommand("diagnose", asked, ("llama",)))
+    plan = plan_migration(replace(found, run=run), path="/there/report.json", model="/models/llama", data="/data/x.csv")
+    here, there, *compares, wrong, tests = (shlex.split(step.command) for step in plan.commands)
+    for record in (here, there, tests):
+        given = dict(pairwise(record))
+        assert given["--max-tokens"] == "64" and given["--prompt-field"] == "query" and given["--revision"] == "v2"
+        assert given["--data"] == "/data/x.csv" and "/models/llama" in record and "--samples" not in record
+    assert compares[0][-3] == "/there/report.json" and wrong[2] == "/models/llama" and "--max-tokens" not in wrong
+    assert tests[3] == "/there/report.json"
 
 
 def test_places_outside_the_layers_are_compared_by_sketch(found: Diagnosis, made: Any) -> None:

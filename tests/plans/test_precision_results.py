@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,14 @@ def rows(made: Any) -> list[PlanRow]:
         row(made, "bit rule", "bit rule", 5.5, 0.05),
         *(row(made, f"random {i}", "random", 6.0, kl) for i, kl in enumerate((0.1, 0.2, 0.9))),
     ]
+
+
+def test_modules_of_several_layers_are_named_together() -> None:
+    """In ranges of layers; another number in a name, and a name without one, stay as they are."""
+    names = {f"layers.{i}.mlp.up": "int8" for i in (0, 1, 2, 5)} | {"layers.1.experts.7.up": "int8", "head": "int8"}
+    plan = predicted_plan(replace(PLAN, assignment={**names, "layers.3.mlp.up": "int4"}), PREDICTION, planned_share=1.0)
+    assert plan.named("int8") == ["layers.{0-2, 5}.mlp.up", "layers.1.experts.7.up", "head"]
+    assert plan.named("int4") == ["layers.3.mlp.up"] and plan.named("bf16") == []
 
 
 def test_a_predicted_plan_has_no_measurement() -> None:

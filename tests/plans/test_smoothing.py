@@ -99,6 +99,7 @@ def test_rows_and_refusals(made: Any) -> None:
     [
         (Estimate(2.0, 1.5, 3.0, 8), "of a typical sample by 2 [1.5, 3] (paired): it helps"),
         (Estimate(2.0, 0.5, None, 8), "by 2 [0.5, ...] (paired): undecided whether it helps"),
+        (Estimate(2.7, None, None, 2), "by 2.7 (2 samples are too few for an interval): undecided whether it helps"),
         (Estimate(0.5, 0.25, 0.75, 8), "by 0.5 [0.25, 0.75] (paired): it makes the KL larger"),
         (Estimate(None, None, None, 0, note="not measurable"), "the gain of smoothing is not measurable"),
     ],

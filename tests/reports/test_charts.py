@@ -126,6 +126,8 @@ def test_divergences_over_decades_are_dots_on_a_log_scale() -> None:
     assert len(dots) == 5 and not any(fills(shape) for shape in found)
     steps = [b.y - a.y for a, b in pairwise(dots)]
     assert max(steps) == pytest.approx(min(steps)) and steps[0] > 10
+    alike = tuple(Bar(f"L{n}", Cell("", 0.02), 0.001, 0.05 * 10**n) for n in range(3))  # the intervals differ
+    assert not any(fills(shape) for shape in shapes(draw(Chart("c", "t", "nats", alike))))
     losses = tuple(replace(bar, low=-0.1) for bar in bars)
     assert all(fills(shape) for shape in shapes(draw(Chart("c", "t", "share", losses))))
 

@@ -123,6 +123,35 @@ def test_what_comes_next_depends_on_what_was_done(made: DiagnosisReport) -> None
     assert not [step for step in next_steps(replace(made, layer_analysis=None)) if "migration" in step.text]
 
 
+def test_steps_say_how_long_they_take(made: DiagnosisReport) -> None:
+    """A diagnosis by whoever can estimate it, a verification by the speed of the run."""
+    asked: list[Any] = []
+
+    def seconds_of(changes: Any) -> float:
+        asked.append(dict(changes))
+        return 600.0
+
+    assert next(next_steps(screen(made))).words == "Confirm the predictions by injection:"
+    first = next(next_steps(screen(made), None, seconds_of))
+    assert first.words == "Confirm the predictions by injection (about 10 min):"
+    assert asked == [{"effort": "standard", "samples": 100}]
+    slow = with_run(replace(made, precision_plan=None), cost=replace(made.run.cost, seconds=640.0, forwards=10.0))
+    (verified,) = (step for step in next_steps(slow) if "--verify" in step.text)
+    assert slow.format_scores is not None
+    forwards = 64 * (35 + len(slow.format_scores.uniform))  # at a second each
+    assert verified.words.endswith(f"measure the result (about {forwards / 60:.0f} min):")
+
+
+def test_what_has_no_severity_is_explained(made: DiagnosisReport) -> None:
+    """A tag that says how it is ranked, and a sentence that says what this means."""
+    ranked = replace(made.executive_summary, top_findings=made.findings[:2])
+    text = to_markdown(document(replace(made, executive_summary=ranked)).summary())
+    assert "not rated" not in text and text.count("ranked by KL") == 1
+    assert '"Ranked by KL": noise here moves the output (KL in nats per token), and no loss of ' in text
+    rated = replace(made.executive_summary, top_findings=made.findings[:1])
+    assert "Ranked by KL" not in to_markdown(document(replace(made, executive_summary=rated)).summary())
+
+
 def test_names_from_elsewhere_are_quoted(made: DiagnosisReport) -> None:
     """A folder or a model of any name is one word of the command."""
     evil = "a b; rm -rf $HOME `x`"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -69,6 +70,14 @@ def test_the_terminal_says_what_ran_and_what_did_not() -> None:
     assert "not run:\n  prefill 1 x 257 tokens: the budget of 5 s was spent\n" in said
     assert "not judged:\n  LoraLinear (a.<b> and 1 more): noisescope has no formula\n" in said
     assert said.endswith("notes:\n  a note")
+
+
+def test_detection_limits_of_scans_are_readable() -> None:
+    """Counts in full, and nothing of what is empty; a fraction of a forward to one place."""
+    seen = {"bookkeeping": {"element_ulp": 1.0, "elements": 4423680, "blind": []}, "sums": {"blind": ["a", "b"]}}
+    lines = list(verdict_lines(replace(UNDECIDED, smallest_visible=seen, forwards=12.0873)))
+    assert "  bookkeeping: element ulp 1, elements 4,423,680" in lines and "  sums: blind a, b" in lines
+    assert lines[1].endswith("12.1 forwards")
 
 
 def test_detection_limits_are_always_there_with_their_units() -> None:

@@ -66,6 +66,16 @@ def test_the_point_rules_stand_near_the_end_under_their_own_name(drawn: Document
     assert "the one that counts" in paragraphs(drawn, "point-rules")
 
 
+def test_what_was_not_measured_has_no_point_label(made: DiagnosisReport) -> None:
+    """A page of rows that all say "not measurable" tells nothing."""
+    assert made.operator_analysis is not None
+    unknown = Estimate(None, None, None, 4, note="not measurable")
+    softmax = replace(made.operator_analysis["softmax"], degradation=unknown)
+    found = Report(replace(made, operator_analysis={**made.operator_analysis, "softmax": softmax})).document()
+    names = [cells[0].text for cells in table(found, "point-rules").rows]
+    assert "gemm" in names and "softmax" not in names
+
+
 def test_kl_is_typical_with_the_mean_beside_it(drawn: Document) -> None:
     """Where the tail allows no upper end of the mean, "at least" is all that is said; the method explains both."""
     found = row(drawn, "operators", "gemm")

@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from noisescope import progress
+from noisescope.cli.progress_display import ProgressDisplay
 from noisescope.data.tokens import Encoded, Sequence, from_batches
 from noisescope.errors import InvalidInput, UnsupportedModel
 from noisescope.injection import Injection
@@ -340,3 +342,27 @@ def test_the_other_measures_answer(measure: str) -> None:
         assert set(facts["traces"]) == {"0", "1", "2"} and facts["traces"]["0"]["probes"] == 2
     else:
         assert set(facts["norms"]) == {"0", "1", "2"} and min(facts["norms"].values()) > 0
+
+
+@pytest.mark.parametrize(
+    ("measure", "settings", "least"),
+    [
+        ("screen", {"draws": 2, "seed": 0}, 50),
+        ("formats", {"draws": 1, "seed": 0, "formats": ["int4"]}, 21),
+        ("curvature", {"probes": 4, "seed": 0}, 4),
+        ("capture", {"batch": 2}, 3),
+    ],
+)
+def test_long_measures_report_how_far_they_are(measure: str, settings: dict[str, Any], least: int) -> None:
+    """In parts that grow to the whole, for each of them may take minutes on a CPU."""
+    shares: list[float] = []
+
+    class Listener(ProgressDisplay):
+        def advanced(self, share: float) -> None:
+            shares.append(share)
+
+    where = {"screen": Injection(Gaussian(1.0), phases={"forward"}), "capture": NOISE}.get(measure)
+    with progress.shown_by(Listener()):
+        (result,) = measured(material(), lambda s, d: trial(s, d, where, measure, **settings))
+    assert not result.failed
+    assert shares == sorted(shares) and len(shares) >= least and shares[-1] == pytest.approx(1.0)

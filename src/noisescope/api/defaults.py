@@ -21,7 +21,7 @@ from noisescope.api import preparation
 from noisescope.api.diagnosis import prepare_question
 from noisescope.api.preparation import FEW
 from noisescope.api.reports import FILE, stored_command
-from noisescope.api.run_cost import Cost, cost_of, duration, plan_trials
+from noisescope.api.run_cost import Cost, cost_of, plan_trials
 from noisescope.diagnosis.context import StudyContext
 from noisescope.errors import NoisescopeError
 from noisescope.model.checkpoint_folder_check import CONFIG, WHOLE, shards_of
@@ -30,7 +30,7 @@ from noisescope.model.loading import Subject, checkpoint_folder
 from noisescope.options.device_commands import LocateOptions, RecordOptions
 from noisescope.options.sensitivity import DiagnoseOptions, RobustnessOptions
 from noisescope.options.shared import DeviceOptions, LoadingOptions, ReportModelOptions
-from noisescope.progress import begin
+from noisescope.progress import begin, duration
 from noisescope.trials import slices
 from noisescope.untrusted_files import parse_json, read_text
 

@@ -83,7 +83,7 @@ def _against_baseline(subject: Subject, options: GateOptions) -> tuple[Prepared,
     )
     refuse_kind(run.data, prepared.facts.data)
     if not options.other_samples:
-        refuse_other_samples(run.data, prepared.facts.data, (before.samples, prepared.context.sample_hashes))
+        refuse_other_samples(run, prepared.facts.data, (before.samples, prepared.context.sample_hashes))
     return prepared, before, run
 
 

@@ -30,7 +30,6 @@ from noisescope.plans.migration import MigrationSteps
 from noisescope.plans.precision_results import PrecisionPlan
 from noisescope.plans.smoothing import SmoothingPlan
 from noisescope.reports.saved_report import Report
-from noisescope.text_escaping import last_part
 
 if TYPE_CHECKING:
     from noisescope.model.loading import Subject
@@ -127,7 +126,7 @@ def migration(report: ReportSource, options: MigrationOptions) -> MigrationSteps
     """
     path = Path(report) if isinstance(report, (str, Path)) else Path("report.json")
     file = path / "report.json" if path.is_dir() else path
-    return places.plan_migration(as_report(report).diagnosis, path=last_part(str(file)), device=options.device)
+    return places.plan_migration(as_report(report).diagnosis, path=str(file), **options.pick("device", "model", "data"))
 
 
 @takes_options(FaultTestOptions, "data")

@@ -54,7 +54,7 @@ from noisescope.text_escaping import last_part, shown
 from noisescope.trials import Results, Slice, Trial, content_id, slices
 
 C = TypeVar("C", covariant=True)
-PATHS_CUT = "absolute paths are cut to their last part (--full-paths keeps them)"
+PATHS_CUT = "absolute paths are cut to their last part; the same command with --full-paths keeps them"
 MOST_SEEDS = 100_000
 FEW = 8  # samples for curvature and gradients: a second derivative is dear
 
@@ -220,9 +220,10 @@ def prepare_run(subject: Subject, options: ScoringOptions, settings: Settings) -
         tied=tied_modules(subject),
     )
     facts = _facts(subject, context, test, test_set, own)
+    executed = isinstance(options, ExecutionOptions)  # a plan that is carried out has no such options
     if not (isinstance(options, ExecutionOptions) and options.full_paths):
         facts, whole_paths = _with_short_paths(facts), facts
-        notes += [PATHS_CUT] if facts != whole_paths else []
+        notes += [PATHS_CUT] if executed and facts != whole_paths else []
     return Prepared(subject, context, tuple(materials), own, facts, tuple(notes))
 
 

@@ -298,7 +298,7 @@ def _settings(asked: dict[str, Any]) -> dict[str, Any]:
     data, conditions = _part(asked, "data"), _part(asked, "conditions")
     rest = {"samples": data.get("samples"), "measure": data.get("measure"), "metric": asked.get("metric")}
     rest |= {"dtype": conditions.get("dtype"), "device": asked.get("device")}
-    return {**_part(asked, "settings"), **{name: value for name, value in rest.items() if value is not None}}
+    return {name: value for name, value in {**_part(asked, "settings"), **rest}.items() if value is not None}
 
 
 def versions() -> dict[str, str]:

@@ -30,6 +30,7 @@ from noisescope.model.forwards import dtype_of, input_device
 from noisescope.model.loading import Subject
 from noisescope.options.sensitivity import RobustnessOptions
 from noisescope.probe.noise import Gaussian, Rounding
+from noisescope.progress import begin
 from noisescope.reports.saved_report import Report
 
 PROMPT = 16  # tokens of a text that its greedy continuation is generated from, where the data has no prompts
@@ -104,6 +105,7 @@ def _greedy(
     groups = prepared.materials[0].encoded.sequences
     prompts = [list(one.ids[: one.start if one.start > 1 else min(PROMPT, len(one.ids) - 1)]) for (one, *_) in groups]
     ends = generation.end_tokens(subject.model, subject.tokenizer)
+    begin("generating")
     texts = generation.generate_tokens(
         subject.model,
         prompts,

@@ -20,6 +20,7 @@ from noisescope.diagnosis.context import StudyContext
 from noisescope.errors import InvalidInput
 from noisescope.model.anatomy import Anatomy
 from noisescope.probe.prefix import first_noisy_block
+from noisescope.progress import duration
 from noisescope.runs.batches import free_memory
 from noisescope.runs.trial_runner import Clean, TrialRunner
 from noisescope.trials import Result, Results, Slice, Trial, missing
@@ -188,13 +189,6 @@ def _made_up(context: StudyContext, trial: Trial) -> Result:
         }
         return Result(tuple(range(count)), {}, {"sites": [{**f, "channels": 32} for f in facts], "lost": []}, arrays)
     return Result(error="not run")
-
-
-def duration(seconds: float) -> str:
-    """Such as "45 s", "12 min", "1.5 h"."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 CLEAN = "clean model"

@@ -217,6 +217,11 @@ def refuse_early(options: CommandOptions) -> None:
             f"--device {device}: this build of torch has no CUDA. Leave --device out to run on the CPU, or install a "
             "build of torch with CUDA (https://pytorch.org/get-started/locally)"
         )
+    output = getattr(options, "output", None)
+    if isinstance(options, LoadingOptions) and isinstance(output, Path) and output.exists():
+        model = Path(str(options.model)).expanduser()
+        if model.exists() and output.samefile(model):
+            raise InvalidInput(f"-o {output} is the model's own folder: give another folder for the results")
     for name in ("run", "report"):
         folder = getattr(options, name, None)
         if isinstance(folder, Path) and folder.is_dir():

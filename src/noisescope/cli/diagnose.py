@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from noisescope import api
 from noisescope.cli import command_builder, output
@@ -41,7 +44,11 @@ def diagnose_model(options: DiagnoseOptions) -> None:
         source = options.source() if options.calibration is None else options.calibration
         folder, count = options.output / "activations", options.calibration_samples
         api.records.save_activations(subject, source, folder, samples=count, max_tokens=options.max_tokens)
-    show = partial(output.print_summary, options=options)
+
+    def seconds_of(changes: Mapping[str, Any]) -> float:
+        return api.diagnosis.cost_of_run(subject, replace(options, **changes)).seconds
+
+    show = partial(output.print_summary, options=options, seconds_of=seconds_of)
     output.finish(report, options.output, show, as_json=options.json, csv=options.csv)
 
 
@@ -136,7 +143,7 @@ def print_check(report: api.reports.Report) -> None:
     """Whether the findings held, what a plan gains, whether a fault is found."""
     found = report.diagnosis
     assert found.check is not None and found.precision_plan is not None and found.locate is not None
-    say(f"\nwas it right? Linears that give {found.check.fault}, three layers at a time, on")
+    say(f"\nwas it right? A fault in the linears ({found.check.fault}), three layers at a time, on")
     say(f"{found.check.samples} problems the diagnosis has not seen:")
     roles = {"warned": "<- the report warns of these", "least": "<- diverge least in the report", "between": ""}
     for row in found.check.windows:

@@ -96,7 +96,10 @@ def was_found(verdict: Any, place: Any, changed: int) -> tuple[bool, str]:
         return verdict.verdict == "healthy", "the simulated fault changed no element"
     first = verdict.suspects[0].site.place if verdict.suspects else None
     here = first == place or place == "*"
+    at, there = (f"block {one}" if isinstance(one, int) else one for one in (place, first))
+    made = f"fault simulated at {at} ({changed:,} elements changed)"
     if verdict.verdict == "undecided" and here:
-        return False, f"simulated at {place} ({changed} elements changed); the first suspect, but nothing is decided"
+        return False, f"{made}: the first suspect, but nothing is decided"
     right = verdict.verdict == "faulty" and here
-    return right, f"simulated at {place} ({changed} elements changed); {'found' if right else f'not found: {first}'}"
+    instead = "nothing is suspected" if first is None else f"the first suspect is at {there}"
+    return right, f"{made}: {'found' if right else f'not found, {instead}'}"

@@ -5,7 +5,7 @@ Every text that a command shows goes through `say`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -51,10 +51,10 @@ def finish(
 
 def emit(result: Any, options: Any, show: Callable[[Any], None]) -> None:
     """Write a result to the files that the options name; print it as JSON, or in words with the path of its table."""
-    text = api.reports.as_json(result)
+    text, paths = api.reports.as_json(result), list[Path]()
     if options.output is not None:
-        api.reports.write_text(options.output, text)
-    paths = write_table(result, options.csv)
+        paths = [api.reports.write_text(options.output, text)]
+    paths += write_table(result, options.csv)
     if options.json:
         say(text, nl=False)
     else:
@@ -73,13 +73,19 @@ def print_each(values: Iterable[object], prefix: str = "  ") -> None:
         say(f"{prefix}{value}")
 
 
-def print_summary(report: api.reports.Report, options: DiagnoseOptions | DemoOptions) -> None:
+def print_summary(
+    report: api.reports.Report, options: DiagnoseOptions, seconds_of: Callable[[Mapping[str, Any]], float]
+) -> None:
     """The first screen: risk, top findings, next step, what it cost."""
-    print_findings(report, options)
+    print_findings(report, options, seconds_of)
     print_cost(report)
 
 
-def print_findings(report: api.reports.Report, options: DiagnoseOptions | DemoOptions) -> None:
+def print_findings(
+    report: api.reports.Report,
+    options: DiagnoseOptions | DemoOptions,
+    seconds_of: Callable[[Mapping[str, Any]], float] | None = None,
+) -> None:
     """With commands that name files as they were typed: a report cuts absolute paths."""
     typed = {name: str(value) for name, value in vars(options).items() if name in TYPED_PATHS and value is not None}
     found = report.diagnosis
@@ -98,8 +104,11 @@ def print_findings(report: api.reports.Report, options: DiagnoseOptions | DemoOp
         print_each(notes, "   ")
     if not summary.top_findings:
         say("nothing stands out")
+    words = api.reports.cell_text
+    if note := words.ranking_note(summary.top_findings, words.run_metric(run)):
+        say(f"\n{note}")
     say(f"\nnext: {summary.next_step}")
-    for step in islice(api.reports.next_steps(found, typed), MOST_STEPS):
+    for step in islice(api.reports.next_steps(found, typed, seconds_of), MOST_STEPS):
         say(f"\n{step.words}\n  {step.text}")
 
 

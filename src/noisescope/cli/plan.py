@@ -149,8 +149,11 @@ def print_precision(plan: api.plans.PrecisionPlan) -> None:
     """What each format got, what it costs, and what it was compared with."""
     sizes = f"{plan.effective_bits:.2f} with scales, {plan.megabytes:.1f} MB"
     say(f"{plan.method}: {plan.average_bits:.3f} bits per weight ({sizes})")
-    counts = (f"{name}: {api.reports.counted(count, 'module')}" for name, count in plan.counts.items())
-    say(f"  {', '.join(counts)}")
+    for name, count in plan.counts.items():
+        say(f"  {name}: {api.reports.counted(count, 'module')}")
+        lines = plan.named(name)
+        output.print_each(lines[:MOST_MODULES], "    ")
+        _say_more(len(lines), "line", "    ")
     say(f"predicted mean KL {api.reports.prediction_sentence(plan.prediction)}")
     if plan.note:
         say(f"note: {plan.note}")
@@ -166,17 +169,21 @@ def print_measured(plan: api.plans.PrecisionPlan) -> None:
     counted, words = api.reports.counted, api.reports.cell_text
     tokens = counted(plan.data.scored_tokens, "token")
     say(f"\nmeasured on {counted(plan.data.samples, 'held-out sample')} ({tokens}), not used to choose formats:")
-    say(
-        f"{'':<18}{'bits':>7}  {'mean KL predicted':<17}  {'mean KL measured':<30}  {'typical KL measured':<30}  "
-        f"{'score':<24}  KL over the plan's"
-    )
-    for row in plan.rows:
-        if row.kind != "random":
-            average, typical = words.mean(row.kl.mean), words.estimate(row.kl.typical)
-            score, over = words.estimate(row.accuracy, share=True), words.estimate(row.over_plan)
-            bits = f"{row.name:<18}{row.average_bits:>7.3f}  {row.predicted_mean_kl:<17.3g}"
-            kl = f"{average.text:<30}  {typical.text:<30}"
-            say(f"{bits}  {kl}  {score.text:<24}  {over.text}".rstrip())
+    head = ("", "bits", "mean KL predicted", "mean KL measured", "typical KL measured", "score", "KL over the plan's")
+    rows = [
+        (
+            row.name,
+            f"{row.average_bits:.3f}",
+            f"{row.predicted_mean_kl:.3g}",
+            words.mean(row.kl.mean).text,
+            words.estimate(row.kl.typical).text,
+            words.estimate(row.accuracy, share=True).text,
+            words.estimate(row.over_plan).text,
+        )
+        for row in plan.rows
+        if row.kind != "random"
+    ]
+    say(output.aligned([head, *rows]))
     say(api.plans.OVER_PLAN)
     if plan.random.n and plan.random.median_typical_kl:
         middle = f"median of their typical KL {plan.random.median_typical_kl:.4g}"
@@ -236,10 +243,10 @@ def print_kv_cache(plan: api.plans.KvCachePlan) -> None:
     output.print_each(plan.notes, "note: ")
 
 
-def _say_more(count: int, what: str) -> None:
+def _say_more(count: int, what: str, indent: str = "  ") -> None:
     """How many rows a list leaves out, and where they are."""
     if count > MOST_MODULES:
-        say(f"  ... and {api.reports.counted(count - MOST_MODULES, f'more {what}')} (--json or --csv has all)")
+        say(f"{indent}... and {api.reports.counted(count - MOST_MODULES, f'more {what}')} (--json or --csv has all)")
 
 
 def plan_smoothquant(options: SmoothquantOptions) -> None:

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from noisescope.cli.output import BEFORE_PRINTING, say
-from noisescope.progress import Phase
+from noisescope.progress import Phase, duration
 
 SILENT = 3.0  # seconds before the first line: quick commands print none
 EVERY = 10.0  # seconds between lines
@@ -26,10 +26,19 @@ class PhaseCount:
     work: float
     done: int = 0
     worked: float = 0.0
+    part: float = 0.0  # share of the step that runs
+
+    @property
+    def per_step(self) -> float:
+        return self.work / self.steps
+
+    @property
+    def so_far(self) -> float:
+        return min(self.worked + self.part * self.per_step, self.work)
 
     def add(self, work: float | None) -> None:
-        self.done = min(self.done + 1, self.steps)
-        self.worked = min(self.worked + (self.work / self.steps if work is None else work), self.work)
+        self.done, self.part = min(self.done + 1, self.steps), 0.0
+        self.worked = min(self.worked + (self.per_step if work is None else work), self.work)
         if self.done == self.steps:
             self.worked = self.work
 
@@ -46,6 +55,7 @@ class ProgressDisplay:
     phases: dict[str, PhaseCount] = field(default_factory=dict)
     total: float = 0.0
     name: str = ""
+    _most: float = 0.0  # share that was ever shown
     _others: dict[str, PhaseCount] = field(default_factory=dict)  # named outside the plan
     _spoken: bool = False
     _on_terminal: bool = False
@@ -78,7 +88,7 @@ class ProgressDisplay:
             self._say_phase()
             self.phases = {phase.name: PhaseCount(phase.steps, phase.total) for phase in phases}
             self.total, self._started, self.name = sum(phase.total for phase in phases), self.clock(), ""
-            self._stepped = self._started
+            self._stepped, self._most = self._started, 0.0
             self._draw()
 
     def begun(self, name: str, steps: int) -> None:
@@ -98,6 +108,12 @@ class ProgressDisplay:
             self._stepped = self.clock()
             self._draw()
 
+    def advanced(self, share: float) -> None:
+        with self._lock:
+            self._count(self.name).part = share
+            self._stepped = self.clock()
+            self._draw()
+
     def ended(self) -> None:
         with self._lock:
             self._say_phase()
@@ -109,7 +125,10 @@ class ProgressDisplay:
     @property
     def share(self) -> float | None:
         """Of the plan that is done; None without a plan."""
-        return sum(count.worked for count in self.phases.values()) / self.total if self.total else None
+        if not self.total:
+            return None
+        self._most = max(self._most, sum(count.so_far for count in self.phases.values()) / self.total)
+        return self._most
 
     @property
     def seconds_left(self) -> float | None:
@@ -121,7 +140,7 @@ class ProgressDisplay:
         if share is None or share < SURE:
             return None
         count, spent = self._count(self.name), self.clock() - self._started
-        after = min(share + count.work / count.steps / self.total, 1.0)
+        after = min(share + (1 - count.part) * count.per_step / self.total, 1.0)
         at_last_step = (self._stepped - self._started) / share
         left = max(at_last_step - spent, spent * (1 - after) / after)
         return left if left >= 1 else None
@@ -189,10 +208,3 @@ class ProgressDisplay:
             rest += f", about {duration(self.seconds_left)} left"
         total, done = (None, 0.0) if share is None else (1.0, share)
         self._bar.update(self._task, description=self.step_text, total=total, completed=done, rest=rest)
-
-
-def duration(seconds: float) -> str:
-    """Such as "45 s", "12 min", "1.5 h"."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -86,7 +86,7 @@ def show_run(options: ShowOptions) -> None:
     say_line(f"{row['command']} of {row['model']}, data: {row['data']}")
     say_line(row["state"])
     for measure, count in row["measures"].items():
-        say_line(f"  {measure}: {count} trials")
+        say_line(f"  {measure}: {api.reports.counted(count, 'trial')}")
     say_line(f"  {row['seconds']:.1f} s measured")
     for error, count in row["errors"].items():
         say_line(f"  failed {count} x: {error}")

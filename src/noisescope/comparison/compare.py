@@ -173,10 +173,10 @@ def _check_detail(rows: Sequence[SiteRow], layers: frozenset[int] | None) -> lis
         return []
     if layers is not None or len(sketched) == len(rows):
         lacking = list(dict.fromkeys(str(row.place) for row in sketched))
-        more = " ..." if len(lacking) > _MOST_NAMED else ""
+        enough = "--detail full" if layers is None else f"--full-layers {','.join(map(str, sorted(layers)))}"
+        named = f"{', '.join(lacking[:_MOST_NAMED])}{' ...' if len(lacking) > _MOST_NAMED else ''}"
         raise InvalidInput(
-            f"MAPE needs full tensors, but at least one record has only sketches of {', '.join(lacking[:_MOST_NAMED])}"
-            f"{more}: record again with --detail full, or with --full-layers"
+            f"MAPE needs full tensors, but a record has only sketches of {named}: record again with {enough}"
         )
     return [
         f"MAPE was checked at {len(rows) - len(sketched)} of {len(rows)} sites; the others were recorded as sketches"

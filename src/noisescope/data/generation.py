@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from noisescope import progress
 from noisescope.data.tokens import special_prefix, tokenize, without_prefix
@@ -85,7 +86,8 @@ def generate_tokens(
     known = vars(GenerationConfig())
     settings = {name: value for name, value in _GREEDY.items() if name in known}
     texts: list[list[int]] = []
-    for at in progress.track("generating", range(0, len(rows), batch_size)):
+    starts = range(0, len(rows), batch_size)
+    for number, at in enumerate(starts):
         batch = rows[at : at + batch_size]
         length = max(map(len, batch))
         ids = torch.tensor([[pad] * (length - len(row)) + row for row in batch], device=device)
@@ -96,12 +98,23 @@ def generate_tokens(
             out = model.generate(
                 input_ids=ids, attention_mask=mask, **settings, max_new_tokens=max_new_tokens, pad_token_id=pad,
                 eos_token_id=ends or None,
+                stopping_criteria=[_reporter(number, len(starts), length, max_new_tokens)] if progress.heard() else [],
             )  # fmt: skip
         new = out if getattr(model.config, "is_encoder_decoder", False) else out[:, length:]
         for row in new.tolist():
             end = next((index for index, token in enumerate(row) if token in ends), len(row))
             texts.append(row[:end])
     return texts
+
+
+def _reporter(number: int, batches: int, length: int, most: int) -> Callable[..., Tensor]:
+    """A criterion that stops nothing: it is called after each token, and reports how far this is."""
+
+    def report(ids: Tensor, scores: Any, **more: Any) -> Tensor:
+        progress.part((number + min((ids.shape[1] - length) / most, 1.0)) / batches)
+        return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+
+    return report
 
 
 def _rows(tokenizer: Any, prompts: list[str]) -> list[list[int]]:

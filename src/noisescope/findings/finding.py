@@ -149,8 +149,8 @@ def metric_name(metric: str) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """ "1 sample", "2 samples"."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    """ "1 sample", "2 samples", "12,000 samples"."""
+    return f"{number:{',' if number >= 10_000 else ''}} {noun}{'' if number == 1 else 's'}"
 
 
 def span(estimate: Estimate, form: str, times: float = 1) -> str:

@@ -221,7 +221,7 @@ def _effect(got: Tensor, expected: Tensor, off: Tensor) -> str:
     middle = float(ratio.median())
     steady = bool(ratio.isfinite().all()) and float((ratio - middle).abs().median()) < 0.1 * abs(middle - 1)
     share = float(off.double().mean())
-    which = "results" if share > 0.99 else f"{share:.2%} of the results"
+    which = "results" if share > 0.99 else f"{100 * share:.2f} % of the results"
     if steady and 0 < middle != 1:
         return f"{which} {100 * abs(middle - 1):.2g} % too {'large' if middle > 1 else 'small'}"
     gap = (got - expected).abs().nan_to_num(math.inf)

@@ -200,7 +200,7 @@ class AuditRun:
         every = self._deferred.items()
         kept = [each for each in every if each[1].first is None or self.log.kept_its_weights(each[1].first)]
         tasks = [functools.partial(waiting.computed, self.log.rows.around(*waiting.ends)) for _, waiting in kept]
-        for (site, waiting), found in zip(kept, side_by_side(tasks), strict=True):
+        for (site, waiting), found in zip(progress.parts(kept), side_by_side(tasks), strict=True):
             self._judge_together(site, waiting, found)
         self._deferred.clear()
         self._deferred_bytes = 0

@@ -15,6 +15,7 @@ verdict is undecided.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from noisescope import progress
 from noisescope.comparison.records import Record, check_comparable
 from noisescope.errors import InvalidInput, unknown
 from noisescope.faults import FAMILIES
@@ -130,12 +132,14 @@ def explained(
         else:
             verdict, note = "faulty", f"{broken}, and the others match the reference: nothing to compare"
         return Verdict(verdict, name, (), visible, runner.forwards, 0, (note,))
-    candidates = [
-        _candidate(runner, layer, setting, observed, logits, floor, blind=mode == "blind")
-        for setting in faults
-        for layer in layers
-    ]
+    pairs = list(itertools.product(faults, layers))
+    with progress.plan(progress.Phase("candidates", len(pairs))):
+        candidates = [
+            _candidate(runner, layer, setting, observed, logits, floor, blind=mode == "blind")
+            for setting, layer in progress.track("candidates", pairs)
+        ]
     if mode == "blind" and _may_fit(candidates, changed):
+        progress.begin("sizes between the candidates")
         candidates += _refined(runner, candidates, observed, logits, floor)
     if mode == "same-seed":
         match = same_seed(candidates, changed)

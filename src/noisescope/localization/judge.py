@@ -223,7 +223,7 @@ def judge_law(
     result.strengths = {law: result.strength}
     if result.alarm:
         off = differing(got, expected)
-        result.said = f"{law} off by {result.size:.2g} {unit} in {result.share:.2%}".replace("  ", " ")
+        result.said = f"{law} off by {result.size:.2g} {unit} in {100 * result.share:.2f} %".replace("  ", " ")
         result.channels = set() if 2 * len(result.channels) > got.shape[-1] else result.channels
         result.within_round_off = round_off is not None and bool(((got - expected).abs() <= round_off)[off].all())
     return result

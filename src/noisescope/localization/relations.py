@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from noisescope import progress
 from noisescope.errors import unknown
 from noisescope.localization.arithmetic_self_test import self_test_note, self_test_of, with_self_test
 from noisescope.localization.audit_verdict import conclude
@@ -117,12 +118,15 @@ class Search:
         self._naturals: dict[tuple[Site, int], Tensor] = {}  # outputs in a search for old data, by its forward
 
     def verdict(self, asked: tuple[Site, ...]) -> Verdict:
-        dispatcher = self.dispatcher
-        with Listening(self.model, self.modules, dispatcher.at_modules) as modules:
-            first = whole_model.answer(whole_model.run(self.model, self.batch))
-        flipped = whole_model.answer(whole_model.run(self.model, self.flipped))
-        with Listening(self.model, self.functions, dispatcher.at_functions) as functions:
-            again = whole_model.answer(whole_model.run(self.model, self.batch))
+        modules = Listening(self.model, self.modules, self.dispatcher.at_modules, "laws of modules")
+        functions = Listening(self.model, self.functions, self.dispatcher.at_functions, "laws of functions")
+        with progress.plan(modules.phase, functions.phase):
+            with modules:
+                first = whole_model.answer(whole_model.run(self.model, self.batch))
+            flipped = whole_model.answer(whole_model.run(self.model, self.flipped))
+            with functions:
+                again = whole_model.answer(whole_model.run(self.model, self.batch))
+        progress.begin("relations")
         forwards = 4 + (modules.extra + functions.extra) / max(1, modules.natural + functions.natural)
         with host_arithmetic():
             repeats = whole_model.repeatability(first, flipped, again)

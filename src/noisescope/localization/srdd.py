@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 from scipy.stats import rankdata
 from torch import Tensor, nn
 
+from noisescope import progress
 from noisescope.errors import InvalidInput
 from noisescope.injection import Injection
 from noisescope.localization.inputs import chosen_layers, last_logits, parts_of, prompt_ids
@@ -104,7 +105,8 @@ def srdd(
     if trials < 1:
         raise InvalidInput(f"trials must be at least 1, got {trials}")
     ids = prompt_ids(model, tokenizer, prompts, seed=seed, count=PROMPTS, length=LENGTH)
-    responses = _measure(model, anatomy, ids, chosen, tuple(scales), trials, seed)
+    with progress.plan(progress.Phase("layers probed", len(chosen))):
+        responses = _measure(model, anatomy, ids, chosen, tuple(scales), trials, seed)
     if responses is None:
         note = "the logits without injected noise are not finite, so there is no response to measure"
         return Verdict("undecided", "srdd", forwards=1.0, notes=(note,))
@@ -155,7 +157,7 @@ def _measure(
     if not bool(clean.isfinite().all()):
         return None
     values = np.zeros((len(layers), len(scales), trials, len(prompts)))
-    for at, layer in enumerate(layers):
+    for at, layer in enumerate(progress.track("layers probed", layers)):
         for number, scale in enumerate(scales):
             noise = Injection(
                 Gaussian(scale),

@@ -143,7 +143,7 @@ class Verdict(Tabular):
             more = f" and {len(self.unseen) - 1} more" if len(self.unseen) > 1 else ""
             return f"{self.unseen[0]}{more} could not be judged"
         if self.suspects:
-            return f"{self._blamed()} is possible, but not certain"
+            return f"possible, but not certain: {self._blamed()}"
         if self.coverage.measured and not self.coverage.enough:
             return f"{self.coverage.shares} could be checked, in {self.coverage.ran}"
         return self.notes[0] if self.notes else "the evidence is not sufficient"

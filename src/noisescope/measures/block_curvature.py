@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from noisescope import progress
 from noisescope.measures.curvature import (
     Groups,
     Loss,
@@ -50,7 +51,7 @@ def block_hessian_traces(
         if not chain.holds:
             return None
         generator = torch.Generator(members[0].device).manual_seed(seed)
-        for _ in range(probes):
+        for _ in progress.parts(range(probes)):
             for p, product in chain.products(generator):
                 samples[p].append(product)
     values = {p: torch.stack(found).cpu().double() for p, found in samples.items()}

@@ -25,6 +25,7 @@ from scipy.special import stdtrit
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from noisescope import progress
 from noisescope.errors import InvalidInput, unknown
 from noisescope.model.forwards import evaluating
 
@@ -196,7 +197,7 @@ def gradient_norms(model: nn.Module, loss_fn: Loss, groups: Groups) -> dict[str,
 def _shared_probes(slopes: Slopes, probes: int, generators: Mapping[torch.device, torch.Generator]) -> Slopes:
     """v.(Hv) of each parameter for each probe, float64 [probes] on the host."""
     samples: dict[nn.Parameter, list[Tensor]] = {p: [] for p in slopes}
-    for _ in range(probes):
+    for _ in progress.parts(range(probes)):
         vectors = [rademacher(p.shape, generators[p.device], p.dtype) for p in slopes]
         for p, v, hv in zip(slopes, vectors, _products(slopes, vectors), strict=True):
             samples[p].append((v.float() * hv.float()).sum())

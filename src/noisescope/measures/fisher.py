@@ -24,6 +24,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from noisescope import progress
 from noisescope.errors import InvalidInput, NothingInjected, UnsupportedModel
 from noisescope.injection import Injection, Perturbation
 from noisescope.model.anatomy import EXPERTS, Anatomy, Unit
@@ -81,6 +82,8 @@ class GradientScreen:
         self.samples: Tensor | None = None  # ids [B] of the batch that runs now
         self.tokens: Tensor | None = None  # scored tokens [B] of each
         self.starts: list[Tensor] = []  # where gradients begin: the embeddings
+        self.backwards = 1  # in all: batches x draws
+        self._awaited = self._read = 0  # gradients of the batch that runs now, and those read in all backwards
         self._scopes = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
@@ -107,8 +110,15 @@ class GradientScreen:
     def on_gradient(self, call: RecordedCall, y: Tensor, needed: tuple[Tensor, ...], act: Callable[..., None]) -> None:
         """In backward, act(gradient of y, *needed); what is needed is not held until then."""
         given = kept(call.unit, *needed)
+
+        def read(gradient: Tensor) -> None:
+            act(gradient, *given())
+            self._read += 1
+            self._report()
+
         if not call.context.recomputing:  # only the first forward's graph is gone through
-            y.register_hook(lambda gradient: act(gradient, *given()))  # type: ignore[no-untyped-call]
+            self._awaited += 1
+            y.register_hook(read)  # type: ignore[no-untyped-call]
 
     def take_in(self) -> None:
         """Process the result of one backward."""
@@ -146,7 +156,13 @@ class GradientScreen:
             torch.autograd.grad(logits, self.starts, gradient, retain_graph=draw + 1 < draws)
             del gradient
             self.take_in()
-        self.starts = []
+            self._report()  # of an accelerator, hooks run in a thread that nobody listens to
+        self.starts, self._awaited = [], 0
+
+    def _report(self) -> None:
+        """How far all backwards are, by the gradients that were read."""
+        if self._awaited:
+            progress.part(self._read / (self._awaited * self.backwards))
 
     def tokens_of(self, like: Tensor) -> Tensor:
         """Scored tokens [B] of each sample, at least 1, as numbers of the same kind as `like`."""

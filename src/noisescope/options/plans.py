@@ -28,6 +28,7 @@ from noisescope.options.shared import (
     SamplingOptions,
     Source,
     TableOptions,
+    checked_model,
 )
 
 
@@ -141,6 +142,12 @@ class MigrationOptions(ReportOptions, PrintingOptions, TableOptions):
     command: ClassVar[str] = "plan migration"
 
     device: str = option("cuda", "The new machine's device, for the commands: cuda, npu ...", unit="D")
+    model: str | None = option(
+        None, "The model, for the commands.", unit="M", default_text="as the report names it", check=checked_model
+    )
+    data: Path | None = option(
+        None, "The data, for the commands.", unit="FILE", default_text="as the report names it", exists="file"
+    )
     output: Path | None = command_option(None, "Write the plan there as JSON.", short="-o")
 
 

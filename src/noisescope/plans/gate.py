@@ -30,7 +30,7 @@ import numpy as np
 from noisescope import stats
 from noisescope.diagnosis.context import Array
 from noisescope.diagnosis.gate_baseline import CLEAN
-from noisescope.diagnosis.report import Asked, DataFacts, ModelFacts
+from noisescope.diagnosis.report import Asked, DataFacts, ModelFacts, Run
 from noisescope.diagnosis.section_types import GateNumbers
 from noisescope.errors import InvalidInput
 from noisescope.findings import LIMITS, metric_name, percent
@@ -291,15 +291,17 @@ def refuse_kind(before: DataFacts, now: DataFacts) -> None:
         )
 
 
-def refuse_other_samples(before: DataFacts, now: DataFacts, samples: tuple[Sequence[str], Sequence[str]]) -> None:
+def refuse_other_samples(before: Run, now: DataFacts, samples: tuple[Sequence[str], Sequence[str]]) -> None:
     """Samples are identified by their tokens, so another file, tokenizer or length limit gives others."""
     if pairs_of(*samples) is not None:
         return
     shared = len(set(samples[0]) & set(samples[1]))
+    cut = None if before.command is None else before.command.options.get("max_tokens")
+    limit = "" if cut is None else f" (the baseline has --max-tokens {cut})"
     raise InvalidInput(
-        f"{shared} of these {len(samples[1])} samples ({now.source}) are also in the baseline ({before.source}), so "
-        f"a difference may come from the data. Use the same --data and --max-tokens, or --other-samples if these "
-        f"were drawn from the same source"
+        f"{shared} of these {len(samples[1])} samples ({now.source}) are also in the baseline ({before.data.source}), "
+        f"so a difference may come from the data. Use the same --data and --max-tokens{limit}, or --other-samples if "
+        f"these were drawn from the same source"
     )
 
 

@@ -19,9 +19,9 @@ tensors of blocks alone, or of everything, so these places are compared by sketc
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from noisescope.diagnosis.ranked_findings import STANDS_OUT, typical_nats
@@ -31,6 +31,9 @@ from noisescope.diagnosis.section_types import ChannelRow, Conclusions
 from noisescope.errors import InvalidInput
 from noisescope.findings import ADVICE, BANDS, BORDERLINE, LIMITS, Finding, metric_name, percent
 from noisescope.findings.finding import counted
+from noisescope.options.command_text import command_line
+from noisescope.options.device_commands import CompareOptions, LocateOptions, RecordOptions
+from noisescope.options.plans import FaultTestOptions
 from noisescope.sites import NamedPlace, OuterPlace
 from noisescope.tables import Sheet, Table, Tabular
 
@@ -101,13 +104,23 @@ class MigrationSteps(MigrationPlan):
     commands: tuple[Command, ...]
 
 
-def plan_migration(found: Diagnosis, *, path: str = "report.json", device: str = "cuda") -> MigrationSteps:
+def plan_migration(
+    found: Diagnosis,
+    *,
+    path: str = "report.json",
+    device: str = "cuda",
+    model: str | None = None,
+    data: str | Path | None = None,
+) -> MigrationSteps:
     """Priorities with their evidence, precision and validation, and the commands to run next.
 
-    `path` is where the report lies and `device` what the new machine calls its accelerator: both go into the commands.
+    Into the commands go `path`, where the report lies, `device`, what the new machine calls its accelerator, and the
+    model and data, for a report cuts absolute paths.
     """
     plan = rank_places(found)
-    return MigrationSteps(**vars(plan), commands=tuple(_commands(found, plan.priorities, path, device)))
+    typed = {"model": model, "data": None if data is None else str(data)}
+    given = {name: value for name, value in typed.items() if value is not None}
+    return MigrationSteps(**vars(plan), commands=tuple(_commands(found, plan.priorities, path, device, given)))
 
 
 def rank_places(found: Diagnosis | Conclusions) -> MigrationPlan:
@@ -256,29 +269,32 @@ def _precision(rank: Rank, largest: float | None) -> str:
     return "FP16" if rank == 1 and fits else "BF16"
 
 
-def _commands(found: Diagnosis, priorities: Sequence[Priority], path: str, device: str) -> Iterable[Command]:
+def _commands(
+    found: Diagnosis, priorities: Sequence[Priority], path: str, device: str, given: Mapping[str, str]
+) -> Iterable[Command]:
     run = found.run
-    model, source = shlex.quote(run.model.source), run.data.source
-    data = "" if source in NOT_FILES else f" --data {shlex.quote(source)}"
+    asked = {} if run.command is None else run.command.options
+    same = {name: asked[name] for name in ("prompt_field", "answer_field", "max_tokens", "revision") if name in asked}
+    source = {} if run.data.source in NOT_FILES else {"data": run.data.source}
     first, second = (sorted(entry.layers) for entry in priorities[:2])
-    both_ranks = ",".join(map(str, sorted(first + second)))
-    whole = f" --full-layers {both_ranks}" if both_ranks else ""
-    dtype = f"--dtype {run.conditions.dtype}"  # the same on both machines, whatever each would choose
+    whole = sorted(first + second)
+    system = {"model": run.model.source, **source, **same, **given}
+    system["dtype"] = run.conditions.dtype  # the same on both machines, whatever each would choose
+    record = {**system, "full_layers": whole or None}
     here, there, both = "the reference machine", "the new machine", "either machine, with both records"
-    record = f"noisescope record {model}{data} {dtype}{whole}"
-    yield Command(here, f"{record} -o {REFERENCE}")
-    yield Command(there, f"{record} --device {device} -o {TARGET}")
-    report_path = shlex.quote(path)
-    compare = f"noisescope compare {REFERENCE} {TARGET}"
+    yield Command(here, command_line(RecordOptions, {**record, "output": REFERENCE}))
+    yield Command(there, command_line(RecordOptions, {**record, "device": device, "output": TARGET}))
+    records = {"a": REFERENCE, "b": TARGET}
     outside = [place for entry in priorities[:2] for place in entry.places]
     rows = f"; for {' and '.join(outside)} see the rows of that place in {COMPARISON}"
     yield Command(
-        f"{both}: everything{rows if outside else ''}", f"{compare} --sensitivity {report_path} -o {COMPARISON}"
+        f"{both}: everything{rows if outside else ''}",
+        command_line(CompareOptions, {**records, "sensitivity": path, "output": COMPARISON}),
     )
     for layers, limit in ((first, MAX_MAPE[1]), (second, MAX_MAPE[2])):
         if layers:
-            yield Command(both, f"{compare} --layers {','.join(map(str, layers))} --max-mape {limit:g}")
-    yield Command(f"{there}, where a comparison fails", f"noisescope locate {model} {dtype} --device {device}")
-    yield Command(
-        "either machine: how the weakest places tolerate faults", f"noisescope plan fault-tests {report_path} --run"
-    )
+            yield Command(both, command_line(CompareOptions, {**records, "layers": layers, "max_mape": limit}))
+    broken = {"model": system["model"], "revision": system.get("revision"), "dtype": system["dtype"], "device": device}
+    yield Command(f"{there}, where a comparison fails", command_line(LocateOptions, broken))
+    tests = {**same, **given, "report": path, "run": True}
+    yield Command("either machine: how the weakest places tolerate faults", command_line(FaultTestOptions, tests))

@@ -16,6 +16,7 @@ noisy sums, whose own is too small for that reason, nor that predictions are of 
 from __future__ import annotations
 
 import itertools
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,6 +34,7 @@ from noisescope.errors import NoisescopeError
 from noisescope.findings.finding import counted, span
 from noisescope.injection import Injection
 from noisescope.plans.precision import Module, Plan, scores_of
+from noisescope.sites import place_ranges
 from noisescope.stats import Estimate
 from noisescope.stats.continuous import student_quantile
 from noisescope.tables import Sheet, Table, Tabular
@@ -210,6 +212,15 @@ class PrecisionPlan(Tabular):
     rows: tuple[PlanRow, ...] = ()
     data: PlanData | None = None
     notes: tuple[str, ...] = ()
+
+    def named(self, form: str) -> list[str]:
+        """The modules of one format, those of several layers together: "model.layers.{0-2,5}.mlp.up_proj"."""
+        layers: dict[str, list[int]] = {}
+        for module in (module for module, chosen in self.assignment.items() if chosen == form):
+            before, *rest = re.split(r"\.(\d+)\.", module, maxsplit=1)
+            layers.setdefault(f"{before}.*.{rest[1]}" if rest else module, []).extend(map(int, rest[:1]))
+        ranges = {name: place_ranges(found) for name, found in layers.items()}
+        return [name.replace("*", f"{{{ranges[name]}}}" if len(layers[name]) > 1 else ranges[name]) for name in layers]
 
     def sheet(self) -> Sheet:
         modules = Table(("module", "format"), tuple(self.assignment.items()))

@@ -109,7 +109,12 @@ def gain_sentence(gain: Estimate) -> str:
     """By how much smoothing divides the KL of a typical sample, and whether the interval shows that it helps."""
     if gain.value is None:
         return f"the gain of smoothing is {gain.note}"
-    words = f"smoothing divides the KL of a typical sample by {gain.value:.3g} {span(gain, '.3g')} (paired): "
+    known = (
+        f"{span(gain, '.3g')} (paired)"
+        if gain.bounded or gain.one_sided
+        else f"({gain.n} samples are too few for an interval)"
+    )
+    words = f"smoothing divides the KL of a typical sample by {gain.value:.3g} {known}: "
     if gain.above(1):
         return words + "it helps"
     if gain.below(1):

@@ -20,7 +20,7 @@ TURN = 50.0  # degrees: of labels that find no room side by side
 LABEL = 16  # letters of a label that are drawn; the tip has them all
 WIDEST = 48.0  # from bar to bar
 NARROW = 13.0  # from one turned label to the next
-LOG_RATIO = 30.0  # largest over smallest value: from here on a log scale
+LOG_RATIO = 30.0  # largest value or upper end over the smallest value: from here on a log scale
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def axis_of(bars: Iterable[Bar], start: float, end: float, limit: float | None =
     values = [value for bar in bars if (value := known(bar.cell.value)) is not None]
     lows = [low for bar in bars if (low := known(bar.low)) is not None]
     highs = [high for bar in bars if (high := known(bar.high)) is not None]
-    if values and min(values) > 0 and max(values) / min(values) >= LOG_RATIO and min(lows, default=0.0) >= 0:
+    if values and min(values) > 0 and max(*values, *highs, 0) / min(values) >= LOG_RATIO and min(lows, default=0) >= 0:
         ends = [*values, *highs, *(low for low in lows if low > 0), *([limit] if limit and limit > 0 else [])]
         return log_axis(max(min(ends), min(values) / 1000), max(ends), start, end)
     return linear_axis([0.0, *values, *lows, *highs, *([] if limit is None else [limit])], start, end)

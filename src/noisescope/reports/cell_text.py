@@ -11,6 +11,7 @@ from noisescope.diagnosis.rows import Divergence, Effect
 from noisescope.diagnosis.section_types import Threshold
 from noisescope.findings import Finding
 from noisescope.findings import metric_name as metric_name
+from noisescope.findings.finding import NOT_RATED, Severity
 from noisescope.reports.document import TONES, Cell, Table
 from noisescope.stats import SELECTED, Correlation, Estimate
 
@@ -147,9 +148,27 @@ def tone(name: str | None) -> str:
     return _TONES.get(name or "", "")
 
 
+def severity(name: Severity) -> str:
+    """As people read it: what has no severity is ranked all the same."""
+    return "ranked by KL" if name == NOT_RATED else name
+
+
+def ranking_note(shown: Iterable[Finding], metric: str) -> str:
+    """What the findings without a severity are; "" where all have one."""
+    if all(finding.severity != NOT_RATED for finding in shown):
+        return ""
+    return (
+        f'"Ranked by KL": noise here moves the output (KL in nats per token), and no loss of {metric_name(metric)} '
+        "large enough for a severity was measured."
+    )
+
+
 def finding_lines(finding: Finding) -> list[str]:
     """A finding as plain lines: the statement with its size, then a line for each note."""
-    return [f"[{finding.severity}] {finding.component}: {finding.statement}{finding_span(finding)}", *finding.notes]
+    return [
+        f"[{severity(finding.severity)}] {finding.component}: {finding.statement}{finding_span(finding)}",
+        *finding.notes,
+    ]
 
 
 def finding_span(finding: Finding) -> str:

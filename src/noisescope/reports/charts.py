@@ -317,10 +317,10 @@ def _point(bar: Bar, x: float, axis: Axis, frame: tuple[float, float], radius: f
 def _named(
     marked: Sequence[tuple[float, Bar]], across: Axis, axis: Axis, frame: tuple[float, float], right: float
 ) -> list[Shape]:
-    """Points with their labels beside them, each where there is room and none over another."""
+    """Points with their labels beside them, none over another: upwards, for the line of the best runs below."""
     found: list[Shape] = []
     taken: list[tuple[float, float, float]] = []  # (left, right, baseline)
-    for x, bar in sorted(marked, key=lambda point: -(known(point[1].cell.value) or 0.0)):
+    for x, bar in sorted(marked, key=lambda point: known(point[1].cell.value) or 0.0):
         at, value = across.place(x), known(bar.cell.value)
         shape = _point(bar, at, axis, frame, 5.0)
         if value is not None:
@@ -330,7 +330,7 @@ def _named(
             left = at + 9 if fits else at - 9 - width
             y = axis.place(value) + 4
             while any(left < end and begin < left + width and abs(y - base) < 12 for begin, end, base in taken):
-                y += 2
+                y -= 2
             taken.append((left, left + width, y))
             label = Text(at + 9 if fits else at - 9, y, words, "start" if fits else "end", "text", 11)
             shape = replace(shape, marks=(*shape.marks, label))

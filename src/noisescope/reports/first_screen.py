@@ -8,7 +8,7 @@ from noisescope.diagnosis.report import Run, SettingsFacts
 from noisescope.findings import Finding
 from noisescope.findings.finding import counted
 from noisescope.reports import diagnosis_charts
-from noisescope.reports.cell_text import estimate, finding_span, metric_name, run_metric, tone
+from noisescope.reports.cell_text import estimate, finding_span, metric_name, ranking_note, run_metric, severity, tone
 from noisescope.reports.document import (
     Block,
     Bullets,
@@ -64,6 +64,8 @@ def summary(report: DiagnosisReport) -> Iterable[Section]:
         where.append(finding_line(found.whole_model))
     findings = tuple(map(finding_line, found.top_findings))
     where.append(Bullets(findings, numbered=True) if findings else Paragraph("Nothing stands out."))
+    if note := ranking_note(found.top_findings, run_metric(report.run)):
+        where.append(Paragraph(note))
     panels = (Panel("Where it is fragile", tuple(where)), *(Panel("", (picture,)) for picture in _picture(report)))
     yield Section(
         "summary",
@@ -78,7 +80,7 @@ def summary(report: DiagnosisReport) -> Iterable[Section]:
 
 def finding_line(finding: Finding) -> Paragraph:
     """A finding with its interval and n, then what else is known of the same place."""
-    tag = Cell(finding.severity, tone=tone(finding.severity) or "unsure")
+    tag = Cell(severity(finding.severity), tone=tone(finding.severity) or "unsure")
     return Paragraph(
         f"{finding.statement}{finding_span(finding)}", f"{finding.component}:", "; ".join(finding.notes), tag
     )

@@ -90,7 +90,8 @@ def _bullets(lines: Sequence[str]) -> Bullets:
 
 
 def _method(verdict: Verdict) -> str:
-    return f"{verdict.method}, {counted(verdict.checked, 'check')}, {verdict.forwards:g} forwards"
+    forwards = f"{verdict.forwards:.1f}".removesuffix(".0")
+    return f"{verdict.method}, {counted(verdict.checked, 'check')}, {forwards} forward{'s' * (forwards != '1')}"
 
 
 def _sections(verdict: Verdict) -> Iterator[tuple[str, str, list[str]]]:
@@ -188,7 +189,8 @@ def _seen(seen: object) -> str:
         )
         sites = f" ({counted(seen['sites'], 'site')})" if "sites" in seen else ""
         return f"element {element}, mean {mean}, gain {_size(seen['gain'])}{sites}"
-    return ", ".join(f"{str(key).replace('_', ' ')} {_size(value)}" for key, value in seen.items())
+    known = ((str(key).replace("_", " "), value) for key, value in seen.items() if value not in ([], ()))
+    return ", ".join(f"{name} {_size(value)}" for name, value in known)
 
 
 def _size(value: object) -> str:
@@ -198,7 +200,11 @@ def _size(value: object) -> str:
         return "not visible" if size is None else "any" if size == 0 else f"{size:.2g}"
     if value is None:
         return "not visible"
-    return f"{value:g}" if isinstance(value, (int, float)) else str(value)
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(str, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _resolution(verdict: Verdict) -> Details:

@@ -186,7 +186,8 @@ def _risk(name: str, risk: Risk) -> tuple[object, ...]:
 
 def point_rules(report: DiagnosisReport) -> Iterable[Section]:
     """The labels that point values alone would get."""
-    rows = [(name, row) for name, row in _rows(report) if row.point_rule is not None]
+    known = ((name, row) for name, row in _rows(report) if row.point_rule is not None)
+    rows = [(name, row) for name, row in known if row.degradation is not None and row.degradation.value is not None]
     points = () if report.layer_analysis is None else report.layer_analysis.point_rule_avalanches
     if not rows and not points:
         return

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from noisescope import progress
 from noisescope.data import generation
 from noisescope.data.answers import answers_match
 from noisescope.errors import InvalidInput
@@ -233,7 +234,9 @@ def _send_gradients(
     samples = runner.materials[trial.slice.data].samples(trial.slice)
     tokens = np.zeros(len(samples))
     with scope, torch.enable_grad():
-        for batch in runner.gradient_batches(trial.slice, size):
+        batches = runner.gradient_batches(trial.slice, size)
+        scope.backwards = len(batches) * draws
+        for batch in batches:
             scope.samples = batch.rows
             scope.tokens = torch.bincount(batch.whole.sequences, minlength=len(batch.ids))
             logits = runner.forward(batch)
@@ -259,7 +262,8 @@ def capture_channels(runner: TrialRunner, trial: Trial) -> Result:
     fits = runner.room.forwards(runner.longest(part), 0)
     stride = -(-count // int(trial.settings.get("quantile_samples", 128)))
     with scope as captured, torch.no_grad():
-        for batch in runner.batches(part, size=min(int(trial.settings.get("batch", 16)), fits or count), whole=True):
+        size = min(int(trial.settings.get("batch", 16)), fits or count)
+        for batch in progress.parts(runner.batches(part, size=size, whole=True)):
             real = torch.arange(batch.ids.shape[1])[None, :] < batch.lengths[:, None]  # no padding
             scope.tokens(real.to(batch.ids.device))
             scope.quantile_rows((batch.rows % CHOICE) % stride == 0)

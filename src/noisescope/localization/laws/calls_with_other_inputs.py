@@ -18,6 +18,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from noisescope import progress
 from noisescope.localization.call_tree import with_whole_modules
 from noisescope.localization.formula_recognition import copied_to_host, norm_formula, run_on_host
 from noisescope.localization.host_operators import host_arithmetic
@@ -193,10 +194,12 @@ Choice = Callable[[Unit, str], Handler | None]
 
 
 class Listening:
-    """Passes whole calls to handlers, and counts the work of the calls they make."""
+    """Passes whole calls to handlers, and counts the work of the calls they make. Each is a step of a named phase."""
 
-    def __init__(self, model: nn.Module, anatomy: Anatomy, choose: Choice) -> None:
+    def __init__(self, model: nn.Module, anatomy: Anatomy, choose: Choice, phase: str = "") -> None:
         self._choose = choose
+        every = [(unit, operator) for unit in anatomy.units for operator in unit.operators]
+        self.phase = progress.Phase(phase, sum(choose(*each) is not None for each in every))
         self._scope = watch(
             model, self._on_call, lambda unit, op: choose(unit, op) is not None, repeated=True, anatomy=anatomy
         )
@@ -228,6 +231,8 @@ class Listening:
             handler(call)
         finally:
             self._busy = False
+        if self.phase.name:
+            progress.step(self.phase.name)
 
     def _rerun(self, call: RecordedCall, callee: Any, *args: Any, **kwargs: Any) -> Any:
         y = call.rerun(callee, *args, **kwargs)

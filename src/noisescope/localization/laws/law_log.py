@@ -161,7 +161,7 @@ def _together(entry: SiteResults) -> Judgement:
     said = "; ".join(result.said for _, result in broken)
     kept = ", ".join(law for law in entry.results if law not in entry.broken)
     strengths = {str(law): result.strength for law, result in broken}
-    return replace(broken[0][1], strengths=strengths, said=f"{said}; kept: {kept or 'none'}")
+    return replace(broken[0][1], strengths=strengths, said=f"{said}; laws that hold: {kept or 'none'}")
 
 
 def _details(entry: SiteResults) -> dict[str, Any]:
