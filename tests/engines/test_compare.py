@@ -21,6 +21,7 @@ from noisescope.comparison.system_comparison import Sampling
 from noisescope.engines.compare import compare_systems
 from noisescope.engines.protocol import Reported
 from noisescope.engines.transformers_engine import TransformersEngine
+from noisescope.errors import UnsupportedModel
 from noisescope.testing import tiny_model
 
 
@@ -241,6 +242,11 @@ def test_compressed_tensors_are_measured_against_their_original(tmp_path, prompt
         subjects = [ns.load(tmp_path / name) for name in ("original", "packed")]
     assert any("dequantised on loading (compressed-tensors)" in note for note in subjects[1].anatomy.notes)
     assert not any(unit.packed for unit in subjects[1].anatomy.units)
+    if activations:  # a healthy model must not be called faulty for them
+        with pytest.raises(UnsupportedModel, match="rounds its activations"):
+            ns.locate(subjects[1])
+    else:
+        assert ns.locate(subjects[1], quick=True).verdict != "faulty"
     found = compare_systems(*map(TransformersEngine, subjects), (prompts, prompts))
     assert found.causes[0].name == "quantised checkpoint" and found.causes[0].layers == (0, 1, 2)
     assert [(row.layer, row.tensors) for row in found.weight_costs] == [(0, 7), (1, 7), (2, 7)]

@@ -8,8 +8,10 @@ from typing import Any
 from torch import nn
 
 from noisescope import progress
+from noisescope.errors import UnsupportedModel
 from noisescope.localization.verdict import Verdict
 from noisescope.model.loading import Subject
+from noisescope.model.quantised_checkpoint import rounds_activations
 from noisescope.options.base import takes_options
 from noisescope.options.device_commands import LocateOptions
 
@@ -61,6 +63,7 @@ def locate(subject: Subject | nn.Module, options: LocateOptions) -> Verdict:
 
         progress.begin("scans")
         return scans(subject, seed=seed)
+    _refuse_rounded_activations(subject)
     if method == "relations":
         from noisescope.localization.relations import relations
 
@@ -93,6 +96,18 @@ def locate(subject: Subject | nn.Module, options: LocateOptions) -> Verdict:
         gradients = audit_backward(subject, inputs, tokens=options.tokens, batch=options.batch, seed=seed)
         found = with_backward(found, gradients)
     return found if state is None else with_state(found, state)
+
+
+def _refuse_rounded_activations(subject: Subject | nn.Module) -> None:
+    """The audit and relations expect exact products, which such linears do not compute where they are healthy."""
+    model = subject if isinstance(subject, nn.Module) else subject.model
+    rounding = [name for name, module in model.named_modules() if rounds_activations(module)]
+    if rounding:
+        raise UnsupportedModel(
+            f"{rounding[0]} rounds its activations (compressed-tensors), and so do {len(rounding) - 1} other modules: "
+            "the audit would take that for a fault. Locate with the checkpoint before quantisation, or one whose "
+            "weights alone are quantised, or with a --reference record of a good device"
+        )
 
 
 def _with_relations(audited: Verdict, subject: Subject | nn.Module, inputs: Any, seed: int) -> Verdict:

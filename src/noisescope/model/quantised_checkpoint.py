@@ -26,3 +26,9 @@ def asks_to_dequantise(config: Any) -> bool:
         return False
     config.quantization_config["dequantize"] = True
     return True
+
+
+def rounds_activations(module: Any) -> bool:
+    """Whether a linear of compressed-tensors rounds its input or output in its forward: no product of two matrices."""
+    scheme = getattr(module, "quantization_scheme", None)
+    return bool(getattr(scheme, "input_activations", None) or getattr(scheme, "output_activations", None))
