@@ -41,7 +41,7 @@ def test_a_simulated_fault_is_found(fault: str, where: str, kind: str) -> None:
     """The layer, the operator, the module and the kind; exit code 0, for the search was right."""
     output = call("tiny:llama", "--quick", "--simulate", fault, code=0).stdout
     first = output.splitlines()[1]
-    assert output.startswith("faulty") and where in first and kind in first and "; found" in output
+    assert output.startswith("faulty") and where in first and kind in first and "): found" in output
 
 
 def test_the_machine_form(tmp_path: Path) -> None:

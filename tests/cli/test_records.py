@@ -185,7 +185,7 @@ def test_a_replay_from_the_command_line(tmp_path: Path) -> None:
     assert call("locate", "demo", "--reference", folder).stdout.startswith("healthy: no fault in")
     fault = "gain:0.01@7/linear/down_proj"
     output = call("locate", "demo", "--reference", folder, "--simulate", fault).output
-    assert "linear at block 7 (model.layers.7.mlp.down_proj): gain" in output and "; found" in output
+    assert "linear at block 7 (model.layers.7.mlp.down_proj): gain" in output and "): found" in output
     assert "is not a record" in call("locate", "demo", "--reference", tmp_path, code=2).output
 
 
