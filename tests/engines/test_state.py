@@ -87,3 +87,13 @@ def test_a_wider_side_is_the_one_that_is_written(tiny, dtype):
         mended.restore()
         for one, before in zip(pair, kept, strict=True):
             assert all(torch.equal(x, before[name]) for name, x in one.tensors())
+
+
+def test_the_sign_of_a_zero_is_no_damage(tiny):
+    """vLLM packs weights, and reading them back by unit vectors loses it."""
+    a, b = tiny(), tiny()
+    for engine, zero in ((a, -0.0), (b, 0.0)):
+        engine.model.model.layers[0].mlp.down_proj.weight.data[0, :4] = zero
+    assert not find_state(a, b)[0]
+    b.model.model.layers[0].mlp.down_proj.weight.data[0, 0] = 1e-3
+    assert [cause.name for cause in find_state(a, b)[0]] == ["damaged weight"]
