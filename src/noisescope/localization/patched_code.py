@@ -16,7 +16,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from torch import nn
@@ -89,10 +89,10 @@ def original_of(module: ModuleType, owner: Any, name: str) -> Any:
     made = ast.parse("def make(__class__): return")  # the variable that super() needs
     outer: Any = made.body[0]
     outer.body = [definition, ast.Return(ast.Name(definition.name, ast.Load()))]
-    flags, names = __future__.annotations.compiler_flag, dict[str, Any]()
+    flags = __future__.annotations.compiler_flag
     code = compile(ast.fix_missing_locations(made), path, "exec", flags, dont_inherit=True)
-    exec(code, vars(module), names)  # nothing but the definition, which was executed when the module was imported
-    original = names["make"](owner)
+    make = next(each for each in code.co_consts if isinstance(each, CodeType))
+    original = FunctionType(make, vars(module))(owner)  # runs the definition alone, as importing the module did
     return original if isinstance(original, FunctionType) else None
 
 
