@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 ABSENT = object()
 RUN = object()  # a scope's answer to "what does this block give without being run?": nothing, run it
+_CHECKPOINT = "_gradient_checkpointing_func"  # in the `__dict__` of transformers' layers
 _REMEMBERED = 256  # forwards a module keeps for recomputation (gradient accumulation holds several at once)
 
 
@@ -157,18 +158,22 @@ class ForwardWrapper:
             if given is not RUN:
                 return given
         outer = scope.context
-        context = scope.context_of(self, x)
+        context = scope.context = self._context(x)
+        try:
+            return self._run_operator(args, kwargs, context)
+        finally:
+            scope.context = outer
+
+    def _context(self, x: Any) -> Context:
+        """Of the call of this module that has `x` as its input."""
+        context = self.scope.context_of(self, x)
         if context.grad and not context.recomputing and not self.root:
             self._remember(x, context)
         if self.block is not None and context.place is None:
             scratch = context.scratch
             context = Context(context.rows, self.block, recomputing=context.recomputing, grad=context.grad)
             context.scratch = scratch
-        scope.context = context
-        try:
-            return self._run_operator(args, kwargs, context)
-        finally:
-            scope.context = outer
+        return context
 
     def _run_shield(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         scope = self.scope
@@ -227,7 +232,8 @@ class ForwardWrapper:
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], targets: dict[str, Target], context: Context) -> Any:
         """The original forward, with its function calls observed if requested."""
         if self.kind == MODULE:
-            return self.original(*args, **kwargs)
+            checkpointed = self.block is not None and _CHECKPOINT in self.module.__dict__
+            return self._call_checkpointed(args, kwargs) if checkpointed else self.original(*args, **kwargs)
         scope = self.scope
         storage = None
         if self.kind == ATTENTION:
@@ -280,6 +286,27 @@ class ForwardWrapper:
         return target.tap(weight, context, occurrence, "weight", once) if torch.is_grad_enabled() else weight
 
     # -- recomputation
+
+    def _call_checkpointed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """From version 5.23 on, transformers recomputes what the class's forward does, without calling us again."""
+        held = self.module.__dict__
+        checkpoint = held[_CHECKPOINT]
+        held[_CHECKPOINT] = lambda forward, *inputs: checkpoint(functools.partial(self._part, forward), *inputs)
+        try:
+            return self.original(*args, **kwargs)
+        finally:
+            held[_CHECKPOINT] = checkpoint
+
+    def _part(self, forward: functools.partial[Any], *args: Any) -> Any:
+        """What a block's checkpoint runs: now, in the block's context, and again in backward, in that of its input."""
+        scope = self.scope
+        if self.retired or scope.context is not None or not in_backward():
+            return forward(*args)
+        scope.context = self._context(first_tensor(args, forward.keywords))
+        try:
+            return forward(*args)
+        finally:
+            scope.context = None
 
     def _remember(self, x: Any, context: Context) -> None:
         self._remembered.append((_identity(x), context.rows))
