@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import noisescope as ns
 from noisescope.errors import NoiseRoundsAway, UnsupportedModel
@@ -246,6 +250,33 @@ def test_checkpointing_of_every_shape(tokens, run, reentrant):
             results.append(({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}, None))
         else:
             results.append(_gradients(model, lambda m, mode=mode: run(m, tokens, mode)))
+    (plain, counts), (again, counts_again) = results
+    assert counts == counts_again
+    assert all(torch.allclose(plain[n], again[n], rtol=1e-4, atol=1e-5) for n in plain)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_checkpoint_inside_the_class_forward(tokens, reentrant, nested):
+    """transformers from 5.23 on: the recomputation does not call the block, but what its class's forward does."""
+
+    class Layer(LlamaDecoderLayer):
+        def forward(self, *args, **kwargs):
+            return self._gradient_checkpointing_func(functools.partial(super().forward, **kwargs), *args)
+
+    def run(model):
+        outer = ns.watch(model, lambda call: None) if nested else contextlib.nullcontext()
+        with outer:
+            one_input_in_two_forwards(model, tokens, None)
+
+    results = []
+    for mode in (None, reentrant):
+        model = tiny_model("llama", layers=4).train()
+        own = functools.partial(checkpoint, use_reentrant=mode)
+        for layer in model.model.layers if mode is not None else ():
+            layer.__class__, layer._gradient_checkpointing_func = Layer, own
+        results.append(_gradients(model, run))
+        assert all(layer.__dict__.get("_gradient_checkpointing_func", own) is own for layer in model.model.layers)
     (plain, counts), (again, counts_again) = results
     assert counts == counts_again
     assert all(torch.allclose(plain[n], again[n], rtol=1e-4, atol=1e-5) for n in plain)
