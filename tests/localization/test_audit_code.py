@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import noisescope as ns
 from noisescope.cli import app
 from noisescope.localization.audit import audit
-from noisescope.localization.unpatched_code import is_exact
+from noisescope.localization.exact_functions import is_exact
 from noisescope.testing import MODELS, tiny_inputs, tiny_model
 
 

@@ -41,6 +41,7 @@ from noisescope.localization.coverage import Phase
 from noisescope.localization.deferred_calls import Computed, Deferred, side_by_side
 from noisescope.localization.driven_judgement import judge_norm, judge_weights
 from noisescope.localization.driven_operators import drive, is_driven
+from noisescope.localization.exact_functions import is_valid_choice
 from noisescope.localization.host_copies import HostStates, tensors_in
 from noisescope.localization.host_operators import Unseen, host_arithmetic
 from noisescope.localization.host_products import Recomputed
@@ -49,7 +50,6 @@ from noisescope.localization.inputs import Batch, parts_of, remarks
 from noisescope.localization.judge import Judgement
 from noisescope.localization.shipped_functions import replaced_functions, search_code
 from noisescope.localization.tensors import host_memory
-from noisescope.localization.unpatched_code import is_valid_choice
 from noisescope.localization.verdict import Verdict
 from noisescope.localization.workloads import Workload, run_workload, within_budget, workloads_for
 from noisescope.model.anatomy import ATTENTION, Unit

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from noisescope.localization.classes_from_disk import as_on_disk, restore_code
 from noisescope.localization.tensors import INTEGERS, bits_of
-from noisescope.localization.unpatched_code import as_on_disk, restore_code
 
 _MOST_WAITING = 1 << 28  # bytes of locked memory
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from noisescope.localization.call_tree import Node
+from noisescope.localization.exact_functions import is_exact
 from noisescope.localization.host_copies import (
     copied_modules,
     each_once,
@@ -39,8 +40,8 @@ from noisescope.localization.host_copies import (
 )
 from noisescope.localization.random_rounding import RandomRounding, limits_of, roundings
 from noisescope.localization.roundoff_floors import convolution_bits, mean_bound
+from noisescope.localization.shipped_functions import without_modes
 from noisescope.localization.tensors import same_numbers
-from noisescope.localization.unpatched_code import is_exact, without_modes
 from noisescope.model.forwards import device_of
 from noisescope.probe.unfused_attention import multihead
 

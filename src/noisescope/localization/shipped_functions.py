@@ -19,9 +19,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.overrides import _pop_mode, _push_mode
 
-from noisescope.localization.patched_code import original_of, patched_code
-from noisescope.localization.unpatched_code import read_again
+from noisescope.localization.classes_from_disk import read_again
+from noisescope.localization.patched_functions import original_of, patched_functions
 
 _TORCH = str(Path(torch.__file__).parent)
 _NATIVE: dict[Any, Any] = {torch: torch._C._VariableFunctions, torch.Tensor: torch._C.TensorBase, F: torch._C._nn}
@@ -92,7 +93,7 @@ _in_model_code: list[tuple[Replaced, Any]] = []  # and by what; many files are s
 
 def search_code(model: nn.Module) -> None:
     """Search transformers and the model's classes for functions that were replaced until now."""
-    _in_model_code[:] = [(each, _get(each)) for each in starmap(Replaced, patched_code(model))]
+    _in_model_code[:] = [(each, _get(each)) for each in starmap(Replaced, patched_functions(model))]
 
 
 def replaced_functions() -> list[Replaced]:
@@ -151,3 +152,15 @@ def _set(each: Replaced, value: Any) -> None:
         each.owner[each.name] = value
     else:
         setattr(each.owner, each.name, value)
+
+
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """Run with tensor subclasses active but without the caller's modes (a simulated fault is one)."""
+    held = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]  # type: ignore[no-untyped-call]
+    try:
+        with torch._C._EnableTorchFunction():
+            yield
+    finally:
+        for mode in reversed(held):
+            _push_mode(mode)  # type: ignore[no-untyped-call]

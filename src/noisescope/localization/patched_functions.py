@@ -29,7 +29,7 @@ _HOMES = tuple(str(Path(spec.origin).parent) + os.sep for spec in _FOUND if spec
 _TABLE = "_global_mapping"  # of implementations by name: attention, masks, experts
 
 
-def patched_code(model: nn.Module) -> list[tuple[Any, str, Any]]:
+def patched_functions(model: nn.Module) -> list[tuple[Any, str, Any]]:
     """Owner, name and original of each function, method and table entry that its file does not define."""
     found = []
     for name, module in list(sys.modules.items()):

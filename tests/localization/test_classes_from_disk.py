@@ -1,4 +1,4 @@
-"""Classes as they are on disk, and which functions give the same bits everywhere."""
+"""Classes as they are on disk."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers.cache_utils as caches
 import transformers.models.llama.modeling_llama as llama
-from torch import Tensor, nn
+from torch import nn
 
-from noisescope.localization import unpatched_code
-from noisescope.localization.unpatched_code import as_on_disk, is_exact, restore_code
+from noisescope.localization import classes_from_disk
+from noisescope.localization.classes_from_disk import as_on_disk, restore_code
 
 
 def test_a_class_of_transformers_is_read_again(monkeypatch):
@@ -90,7 +89,7 @@ def test_restoring_looks_into_containers_and_leaves_others_alone():
     for _ in range(7):
         deep = [deep]
     restore_code(deep)  # too deep to be somebody's cache
-    assert unpatched_code._restored(Own) is Own
+    assert classes_from_disk._restored(Own) is Own
 
 
 def test_bases_that_can_not_be_put_in_one_order(monkeypatch):
@@ -100,8 +99,8 @@ def test_bases_that_can_not_be_put_in_one_order(monkeypatch):
     class Child(Base):
         pass
 
-    monkeypatch.setattr(unpatched_code, "as_on_disk", lambda cls: Base)  # a class before its own subclass
-    assert unpatched_code._restored.__wrapped__(Child) is Child
+    monkeypatch.setattr(classes_from_disk, "as_on_disk", lambda cls: Base)  # a class before its own subclass
+    assert classes_from_disk._restored.__wrapped__(Child) is Child
 
 
 def test_tables_of_cache_layers_stay_as_they_are(monkeypatch):
@@ -113,77 +112,9 @@ def test_tables_of_cache_layers_stay_as_they_are(monkeypatch):
     before = tables()
     apart = f"{caches.__name__}_as_on_disk"
     monkeypatch.setitem(sys.modules, apart, sys.modules.get(apart))  # what others have read stays theirs
-    again = unpatched_code.read_again.__wrapped__(caches.__name__)
+    again = classes_from_disk.read_again.__wrapped__(caches.__name__)
     assert again is not None and again.DynamicLayer is not caches.DynamicLayer
     assert tables() == before and before
-    monkeypatch.setattr(unpatched_code, "as_on_disk", lambda cls: getattr(again, cls.__name__))
-    assert issubclass(unpatched_code._restored.__wrapped__(caches.DynamicLayer), caches.DynamicLayer)
+    monkeypatch.setattr(classes_from_disk, "as_on_disk", lambda cls: getattr(again, cls.__name__))
+    assert issubclass(classes_from_disk._restored.__wrapped__(caches.DynamicLayer), caches.DynamicLayer)
     assert tables() == before
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        torch.add,
-        Tensor.__add__,
-        Tensor.transpose,
-        torch.cat,
-        torch.where,
-        Tensor.masked_fill,
-        F.pad,
-        torch.topk,
-        torch.sqrt,
-        Tensor.shape.__get__,
-    ],
-    ids=lambda f: f.__name__,
-)
-def test_functions_that_are_exact(function):
-    assert is_exact(function, ())
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        torch.exp,
-        torch.sum,
-        Tensor.mean,
-        torch.matmul,
-        F.linear,
-        F.softmax,
-        F.silu,
-        torch.rsqrt,
-        torch.cos,
-        torch.pow,
-        torch.cumsum,
-        F.layer_norm,
-        F.scaled_dot_product_attention,
-        torch.var,
-        torch.addcmul,
-        F.conv1d,
-        torch.einsum,
-        torch.sigmoid,
-        lambda x: x,
-    ],
-    ids=lambda f: f.__name__,
-)
-def test_functions_that_are_not(function):
-    """Sums, products, approximations, and whatever is not known."""
-    assert not is_exact(function, ())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_exact_functions_depend_on_no_layout(dtype):
-    """The same numbers laid out otherwise, or in a part of a larger tensor, give the same bits."""
-    draw = torch.Generator().manual_seed(0)
-    x, y = (torch.randn(64, 48, generator=draw).to(dtype) for _ in range(2))
-    wide = torch.zeros(64, 99, dtype=dtype)
-    wide[:, 7:55] = x
-    for function in (torch.add, torch.mul, torch.div, torch.sub, torch.maximum):
-        assert torch.equal(function(x, y), function(x.T.contiguous().T, y))
-        assert torch.equal(function(x, y), function(wide[:, 7:55], y))
-    assert torch.equal(x.abs().sqrt(), wide[:, 7:55].abs().sqrt())
-
-
-def test_products_of_complex_numbers_are_not_exact():
-    z = torch.ones(2, dtype=torch.complex64)
-    assert not is_exact(torch.mul, (z, z)) and is_exact(torch.mul, (z.real, z.real)) and is_exact(torch.cat, ([z],))

@@ -12,7 +12,7 @@ from transformers import AttentionInterface, activations, masking_utils, modelin
 from transformers.integrations import sdpa_attention
 
 import noisescope as ns
-from noisescope.localization.patched_code import patched_code
+from noisescope.localization.patched_functions import patched_functions
 from noisescope.testing import tiny_model
 
 
@@ -35,7 +35,7 @@ class Own(Base):
 
 
 def names(model: nn.Module) -> list[str]:
-    return [f"{owner.__name__}.{name}" for owner, name, _ in patched_code(model)]
+    return [f"{owner.__name__}.{name}" for owner, name, _ in patched_functions(model)]
 
 
 def test_code_as_it_was_imported_is_not_patched() -> None:
@@ -55,7 +55,7 @@ def test_a_method_of_the_models_own_class(wrap, monkeypatch) -> None:
         return shipped(self, x) * 1.01
 
     monkeypatch.setattr(Own, "forward", functools.wraps(shipped)(forward) if wrap else forward)
-    ((owner, name, original),) = patched_code(Own())
+    ((owner, name, original),) = patched_functions(Own())
     assert (owner, name) == (Own, "forward")
     assert torch.equal(original(Own(), torch.ones(8)), torch.full((8,), 2.0))  # super() too
 
@@ -104,5 +104,5 @@ def test_entries_of_the_table_of_implementations(monkeypatch) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(sdpa_attention, "sdpa_attention_forward", wrong)
             patch.setitem(held, "sdpa", wrong)
-            assert {name: original for owner, name, original in patched_code(model)}["sdpa"] is shipped
+            assert {name: original for owner, name, original in patched_functions(model)}["sdpa"] is shipped
             assert located(model).verdict == "faulty"
