@@ -382,11 +382,8 @@ def _alike(got: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
 def _beyond(got: Tensor, expected: Tensor, limit: Tensor) -> bool:
     if got.shape != expected.shape:
         return True
-    error = (got.double() - expected.double()).abs()
-    one_sided = (
-        got.isnan() != expected.isnan() if got.is_floating_point() else torch.zeros_like(error, dtype=torch.bool)
-    )
-    return bool((error > limit).any()) or bool(one_sided.any())
+    one_sided = got.is_floating_point() and bool((got.isnan() != expected.isnan()).any())
+    return one_sided or bool(((got.double() - expected.double()).abs() > limit).any())
 
 
 def _difference(node: Node, key: Key, got: Tensor, expected: Tensor, limit: Tensor | None) -> Difference:
