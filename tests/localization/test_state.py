@@ -274,6 +274,32 @@ def test_adapters_and_their_base(folder: Path) -> None:
     assert suspect.site.module == f"base_model.model.{LAYER}.mlp.down_proj" and suspect.site.place == 1
 
 
+@pytest.mark.parametrize("rank_stabilised", [False, True])
+def test_a_factor_of_lora(folder: Path, rank_stabilised: bool) -> None:
+    """That of one module is a fault; all of them scaled alike, as peft can do, are noted."""
+    peft = pytest.importorskip("peft")
+    import transformers
+
+    base = transformers.LlamaForCausalLM.from_pretrained(folder)
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], use_rslora=rank_stabilised)
+    model = peft.get_peft_model(base, lora)
+    assert not check_state(ns.wrap(model)).suspects
+    layers = [module for module in model.modules() if isinstance(module, peft.tuners.lora.Linear)]
+    for layer in layers:
+        layer.scale_layer(0.5)
+    report = check_state(ns.wrap(model))
+    assert not report.suspects and any("the scaling of default" in note for note in report.notes)
+    layers[0].scale_layer(0.5)
+    suspects = check_state(ns.wrap(model)).suspects
+    assert suspects and {one.fault_class for one in suspects} == {"gain"}
+    for layer in layers[1:]:
+        layer.unscale_layer()
+    layers[0].unscale_layer()
+    layers[0].scaling["default"] *= 2
+    (suspect,) = check_state(ns.wrap(model)).suspects
+    assert suspect.site.module.endswith("layers.0.self_attn.q_proj") and suspect.site.place == 0
+
+
 def test_trained_model_is_noted(folder: Path) -> None:
     subject = ns.load(folder)
     train(subject.model)

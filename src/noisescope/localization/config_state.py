@@ -166,10 +166,34 @@ def compare_attributes(model: nn.Module, fresh: nn.Module) -> Compared:
                 sure = not _is_dropout(module, name) and not (name == "layer_idx" and in_order)
                 words = f"the attribute {name} is {here[name]!r}; the config gives {there[name]!r}"
                 faults.append(StateFault(path, words, _CLASSES.get(name, "unknown"), sure=sure))
+    scales = _adapter_scales(model)
+    faults += scales.faults
+    compared += scales.compared
     notes = [
         f"{words} in {count} modules: checked against its own code, not the config's" for words, count in own.items()
     ]
     return Compared((*faults, *_untied(model, fresh)), compared, notes=tuple(notes), own_code=tuple(own_code))
+
+
+def _adapter_scales(model: nn.Module) -> Compared:
+    """LoRA's factors against alpha and rank. Those of all modules together may be scaled on purpose: that is noted."""
+    found: list[tuple[str, str, float, float]] = []
+    for path, module in model.named_modules():
+        held = vars(module)
+        factors, ranks, alphas = (held.get(name) for name in ("scaling", "r", "lora_alpha"))
+        if isinstance(factors, dict) and isinstance(ranks, dict) and isinstance(alphas, dict):
+            for name in factors.keys() & ranks.keys() & alphas.keys():
+                root = math.sqrt if held.get("use_rslora", {}).get(name) else float
+                found.append((path, name, float(factors[name]), alphas[name] / root(ranks[name])))
+    alike = len({round(factor / expected, 6) for _, _, factor, expected in found if expected}) == 1
+    faults = [
+        StateFault(
+            path, f"the scaling of {name} is {factor:.6g}; alpha and rank give {expected:.6g}", "gain", sure=not alike
+        )
+        for path, name, factor, expected in found
+        if not math.isclose(factor, expected, rel_tol=1e-6)
+    ]
+    return Compared(tuple(faults), len(found))
 
 
 def _functions_for_modules(path: str, module: nn.Module, other: nn.Module) -> Iterator[StateFault]:
