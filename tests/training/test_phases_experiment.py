@@ -7,13 +7,14 @@ import io
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from noisescope import api
+from noisescope import api, progress
 from noisescope.api.experiment import outcome
 from noisescope.atomic_write import read_sealed, write_sealed
 from noisescope.cli import app
@@ -243,6 +244,15 @@ def test_what_a_trial_keeps(task: Arithmetic, cache: Path) -> None:
     assert result.facts["training_injections"] == {"forward": 3 * per_step, "backward": 3 * per_step}
     assert result.facts["asking_injections"] == {"0.05/0": per_step, "0.05/1": per_step}
     assert outcome(result, LEVELS).answers[0.05].shape == (10, 2)
+
+
+def test_progress_moves_inside_a_training(task: Arithmetic, cache: Path) -> None:
+    """Step by step, then test by test, up to the whole."""
+    shares: list[float] = []
+    nothing = SimpleNamespace(planned=print, begun=print, stepped=print, ended=print)
+    with progress.shown_by(SimpleNamespace(**vars(nothing), advanced=shares.append)):
+        phases_experiment.run(job(task, cache, "none"))
+    assert len(shares) > TINY["steps"] and shares == sorted(shares) and shares[-1] == 1
 
 
 def test_teacher_forced_is_what_greedy_decoding_gives() -> None:

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
+from noisescope import progress
 from noisescope.atomic_write import read_sealed, write_file, write_sealed
 from noisescope.errors import InvalidInput, NoiseRoundsAway, unknown
 from noisescope.injection import Injection, checked_scale
@@ -37,6 +38,7 @@ RULES = ("adaptive", "methodology", "summary", "sensitive")  # kinds of noise bo
 KINDS = ("none", "both", "forward", "backward", *RULES, "norm")
 NORM_SCALE = 0.01  # QeRL's start
 CHECKPOINTS = 4  # in a run, so that a killed process loses at most a quarter of it
+_TRAINING = 0.5  # of a job's progress; the tests are the rest
 SAME = "same: "  # begins the names of columns under the training's own noise
 _TEST_SEED = 0xA5C  # apart from the training's seeds
 
@@ -270,6 +272,7 @@ def train(job: Job) -> Trained | None:
             if scoped is not None:
                 scoped.at(loop.step)
             parts = loop.advance()
+            progress.part(_TRAINING * loop.step / task.steps)
             if due(loop.step, task.steps, task.curve_points):
                 numbers = {"loss": parts["answer"].item(), "gradient_norm": parts["gradient_norm"].item()}
                 curve.append({"step": loop.step, **numbers, "held_out": task.held_out_loss(loop)})
@@ -320,6 +323,7 @@ def evaluate(job: Job, trained: Trained) -> Result:
     design, task = job.design, job.design.task
     columns: dict[str, tuple[float, ...]] = {}
     fired: dict[str, int] = {}
+    tests = len(task.epoch_ends) * len(list(_tests(design, job.seed)))
     for epoch in range(1, len(task.epoch_ends) + 1):
         folder = job.folder / f"epoch-{epoch}"
         model = task.load(folder, device=design.device)
@@ -335,6 +339,7 @@ def evaluate(job: Job, trained: Trained) -> Result:
                     right = task.right(model, probe.rows if named else lambda samples: None, texts=texts)
                 fired[before + name] = tally.forward
             columns[before + name] = tuple(map(float, right))
+            progress.part(_TRAINING + (1 - _TRAINING) * len(columns) / tests)
             rows = enumerate(zip(right, texts, strict=True))
             lines += [json.dumps({"test": name, "problem": at, "right": ok, "answer": text}) for at, (ok, text) in rows]
         write_file(folder / "answers.jsonl", "".join(f"{line}\n" for line in lines))
