@@ -4,8 +4,8 @@
 norms         the error of each row along its own normalised numbers (a factor of the row: mean square and reciprocal
               root) and, where the mean is taken off, along the gain (the mean). Roundings of the output, within the
               round-off model, give each of these numbers its standard error; what the class's own code adds to all
-              of a row under random rounding on the host is allowed as well, so that a class that computes in 16 bits
-              by itself is healthy
+              of a row on the host, by itself and under random rounding, is allowed as well, so that a class that
+              computes in 16 bits by design is healthy
 exponentials  the relative error of exp(-d), averaged over parts of an octave of exp and over parts of the depths
 ============  ==================================================================================================
 
@@ -49,6 +49,7 @@ _PARTS = (1, 4, 16)  # of an octave
 _DEPTHS = 8  # parts of what lies further below
 _LEAN = 1 / 16  # of u: rounded weights of one part of an octave need not cancel
 _RUNS, _HOST_ROWS = 4, 64  # of the class's code under random rounding
+_BY_DESIGN = 2.0  # times the variance that single roundings give: more than chance over so many rows
 _SEEN, _LEAST = 1.25, 0.1  # times the variance that is seen; of the round-off model's
 _LARGEST = 1e3  # times the limit: errors that say nothing more
 
@@ -140,7 +141,7 @@ def _factors(error: Tensor, call: DrivenNorm, formula: NormFormula, reference: R
 
 
 def _host_scatter(call: DrivenNorm, twin: HostTwin, formula: NormFormula) -> tuple[float, ...]:
-    """Standard deviation of the row-wide error of the class's own code, over runs with random rounding."""
+    """Standard deviation of the row-wide error of the class's own code: under random rounding, and by design."""
     width = call.x.shape[-1]
     some = call.x.reshape(-1, width)[:_HOST_ROWS].reshape(1, -1, width)
     node = Node(call.unit, "norm", call.callee, 0, (some,), {})
@@ -157,7 +158,10 @@ def _host_scatter(call: DrivenNorm, twin: HostTwin, formula: NormFormula) -> tup
         # What elements do one by one shows in the factors as well, and is in the round-off model already.
         alone.append(factors.seen * factors.variance.mean(0))
     spread = (sum(total, torch.zeros(())) - sum(alone, torch.zeros(()))) / (_RUNS - 1)
-    return tuple(float(v) for v in spread.clamp_min(0).sqrt())
+    off = _factors(centre - reference.values, call, formula, reference)  # a factor that the code rounds to 16 bits
+    own, one_by_one = off.found.square().mean(0), off.seen * off.variance.mean(0)
+    by_design = torch.where(own > _BY_DESIGN * one_by_one, own - one_by_one, 0.0)
+    return tuple(float(v) for v in (spread.clamp_min(0) + by_design).sqrt())
 
 
 def _mean_square(call: DrivenNorm, formula: NormFormula) -> Tensor:
