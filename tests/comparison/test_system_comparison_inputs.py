@@ -15,6 +15,8 @@ TEXT = list(range(10, 30))
         (TEXT[1:], False, "special tokens", "b lacks the token 10 at the beginning"),
         ([1, 2, *TEXT], False, "special tokens", "a lacks the tokens 1, 2 at the beginning"),
         (TEXT[:-1], False, "special tokens", "b lacks the token 29 at the end"),
+        ([*TEXT[1:], 30], False, "special tokens", "b lacks the token 10 at the beginning"),
+        ([1, 2, *TEXT[:-2]], False, "special tokens", "a lacks the tokens 1, 2 at the beginning"),
         (TEXT[8:], False, "truncation", "b lacks tokens at the beginning"),
         (TEXT[:8], False, "truncation", "b lacks tokens at the end"),
         ([*TEXT[8:], *range(30, 38)], False, "truncation", "b keeps the end of long texts"),

@@ -207,6 +207,10 @@ def _kind(a: list[int], b: list[int], chat: bool) -> tuple[str, str]:
         if more <= _SHORT:
             return "special tokens", f"{lacking} lacks the {_ids(longer[-more:])} at the end"
         return "truncation", f"{lacking} lacks tokens at the end"
+    for which, early, late in (("b", a, b), ("a", b, a)):  # both cut to one length
+        for count in range(1, min(_SHORT, len(early) - _SHORT) + 1):
+            if early[count:] == late[: len(early) - count]:
+                return "special tokens", f"{which} lacks the {_ids(early[:count])} at the beginning"
     for which, early, late in (("b", a, b), ("a", b, a)):
         if _begins_inside(early, late):
             return "truncation", f"{which} keeps the end of long texts where the other side keeps the beginning"
