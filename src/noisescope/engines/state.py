@@ -208,8 +208,9 @@ def _grouped(pairs: Sequence[_Pair], reference: dict[str, Tensor], blocks: int) 
 def _with_sparse(dense: list[_Pair], pairs: Sequence[_Pair]) -> list[_Pair]:
     """A layer whose matrices differ throughout explains the few elements of its norms that differ, too."""
     blocks = Counter(_block(pair.name) for pair in dense)
+    few = ("spike", "stuck bit")
     return [
-        pair for pair in pairs if pair in dense or (pair.found.fault_class == "spike" and blocks[_block(pair.name)] > 2)
+        pair for pair in pairs if pair in dense or (pair.found.fault_class in few and blocks[_block(pair.name)] > 2)
     ]
 
 
