@@ -493,3 +493,49 @@ def test_subjects_are_systems_too(tiny, prompts, tmp_path):
     assert found.causes[0].where == ("model.layers.3.mlp.down_proj.weight",)
     assert "times 1.1" in found.words
     assert found.save(tmp_path / "new" / "found.json").read_text().startswith("{")
+
+
+def test_channels_in_another_order_cancel_out(tiny, prompts):
+    """The hidden channels of an MLP may have any order; one matrix alone in that order is a fault."""
+    a, b = tiny(), tiny()
+    mlp = b.model.model.layers[1].mlp
+    order = torch.randperm(len(mlp.gate_proj.weight), generator=torch.Generator().manual_seed(0))
+    band = roundoff_band(a, prompts)
+    with torch.no_grad():
+        for module in (mlp.gate_proj, mlp.up_proj):
+            module.weight.copy_(module.weight[order])
+        wrong = compare_systems(a, b, (prompts, prompts), band=band)
+        mlp.down_proj.weight.copy_(mlp.down_proj.weight[:, order])
+    assert [cause.name for cause in wrong.causes] == ["damaged weight"] and "2 tensors have" in wrong.causes[0].words
+    found = compare_systems(a, b, (prompts, prompts), band=band)
+    assert found.verdict in ("identical", "round-off") and not found.causes
+    assert any("no effect here beyond round-off" in note for note in found.notes)
+
+
+def test_config_values_explain_operators(tiny, prompts):
+    """What a model reads when it is built: the operator that differs is named with it."""
+    found = compare_systems(tiny(), tiny(hidden_act="gelu"), (prompts, prompts))
+    (cause,) = found.causes
+    assert cause.stage == "operators" and "the configs differ: hidden_act is 'gelu' in b, 'silu' in a" in cause.words
+    assert any("no effect once a model is loaded" in note for note in found.notes)
+
+
+def test_settings_that_b_can_not_run_with_are_left(tiny, prompts):
+    """Another split into heads fits the same weights; a's head size alone does not fit b's rotary table."""
+    a = tiny()
+    heads = a.model.config.num_attention_heads, a.model.config.num_key_value_heads
+    size = a.model.model.layers[0].self_attn.head_dim
+    b = tiny(num_attention_heads=2 * heads[0], num_key_value_heads=2 * heads[1], head_dim=size // 2)
+    b.model.load_state_dict(a.model.state_dict())
+    found = compare_systems(a, b, (prompts, prompts))
+    assert found.verdict == "different" and any("b can't run with a's values" in note for note in found.notes)
+    assert b.model.model.layers[0].self_attn.head_dim == size // 2
+
+
+def test_a_missing_layer_is_named(tiny, prompts):
+    model = tiny().model
+    del model.model.layers[2]
+    model.config.num_hidden_layers = 2
+    found = compare_systems(tiny(), TransformersEngine(ns.wrap(model)), (prompts, prompts))
+    assert found.causes[0].name == "missing layers" and "it lacks 1 (2)" in found.causes[0].words
+    assert found.remainder.value > 0

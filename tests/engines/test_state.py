@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from noisescope.engines.state import Mended, find_state
+from noisescope.engines.state import Mended, find_state, lacking_layers
 
 
 def names(a, b):
@@ -61,7 +61,7 @@ def test_a_head_that_is_tied_on_one_side(tiny, prompts, tied):
     head.weight = torch.nn.Parameter(head.weight.detach() + 0.1 * torch.randn(head.weight.shape))
     (cause,), notes = find_state(*pair)
     assert cause.tensors == ("lm_head.weight",) and not notes
-    assert ("holds the numbers of model.embed_tokens.weight" if tied else "hold different numbers") in cause.words
+    assert ("holds the numbers of model.embed_tokens.weight" if tied else "different numbers") in cause.words
     mended = Mended()
     mended.mend(*pair, cause)
     assert torch.equal(*(one.logits(prompts[0]) for one in pair))
@@ -97,3 +97,57 @@ def test_the_sign_of_a_zero_is_no_damage(tiny):
     assert not find_state(a, b)[0]
     b.model.model.layers[0].mlp.down_proj.weight.data[0, 0] = 1e-3
     assert [cause.name for cause in find_state(a, b)[0]] == ["damaged weight"]
+
+
+def eight_bits(weight):
+    step = weight.abs().amax(1, keepdim=True) / 127
+    return (weight / step).round() * step
+
+
+def fp8(weight):
+    step = weight.abs().max() / 448
+    return (weight / step).to(torch.float8_e4m3fn).float() * step
+
+
+@pytest.mark.parametrize("through", [eight_bits, fp8])
+def test_one_quantised_matrix_is_not_stale(tiny, through):
+    """A row has hardly more elements than int8 has levels, so their number alone does not show it."""
+    a, b = tiny(), tiny()
+    with torch.no_grad():
+        weight = b.model.model.layers[1].mlp.down_proj.weight
+        weight.copy_(through(weight))
+    (cause,) = find_state(a, b)[0]
+    assert cause.name == "quantised weights" and cause.words.startswith("1 tensor of layer 1 holds different numbers")
+
+
+def test_a_stale_layer_includes_norms_that_changed_in_few_elements(tiny):
+    a, b = tiny(), tiny()
+    with torch.no_grad():
+        layer = b.model.model.layers[1]
+        for module in layer.mlp.children():
+            for parameter in module.parameters():
+                parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+        layer.input_layernorm.weight[3] += 0.01
+    (cause,) = find_state(a, b)[0]
+    assert cause.name == "stale layer" and "model.layers.1.input_layernorm.weight" in cause.tensors
+
+
+def test_a_tied_head_is_not_named_again(tiny):
+    a, b = tiny(tie_word_embeddings=True), tiny(tie_word_embeddings=True)
+    with torch.no_grad():
+        b.model.model.embed_tokens.weight[5] *= 1.5
+    (cause,) = find_state(a, b)[0]
+    assert cause.tensors == ("model.embed_tokens.weight",)
+
+
+def test_a_config_value_joins_the_modules_it_was_given_to(tiny):
+    a, b = tiny(), tiny(rms_norm_eps=1e-3)
+    (cause,) = find_state(a, b)[0]
+    assert cause.name == "setting variance_epsilon" and cause.settings[0] == "config.rms_norm_eps"
+
+
+def test_layers_that_one_side_lacks(tiny):
+    a, b = tiny(), tiny()
+    del b.model.model.layers[2]
+    assert list(lacking_layers(a, b)) == ["b has 2 layers and the other side 3: it lacks 1 (2)"]
+    assert list(lacking_layers(b, a)) == ["a has 2 layers and the other side 3: it lacks 1 (2)"]

@@ -33,6 +33,8 @@ _CURVE = 12  # bins of the curve difference over log-probability
 _LIKELY = 20  # likely tokens that a temperature is recognised by
 _SAME_SIGN = 0.8  # share of them that must be sharper on the same side
 _SHARPER = 0.05  # by how much, on a logarithmic scale: temperatures from 0.95 to 1.05 pass unseen
+_SMALLEST = 1e-6  # nats per token that top-p or top-k must cause: less is the rounding of float32
+_VERY_LOW = -20.0  # nats: a value repeated below this stands for none
 _ONE_SIDED = 0.45  # (up - down) / (up + down) of differences that top-p or top-k makes
 
 
@@ -40,7 +42,7 @@ _ONE_SIDED = 0.45  # (up - down) / (up + down) of differences that top-p or top-
 
 
 def scale(pairs: Pairs) -> Found | None:
-    """B is A times a constant: another logarithm base, the opposite sign, or probabilities."""
+    """B is A times a constant: another logarithm base, the opposite sign; or probabilities, logits, running sums."""
     a, b = joined(pairs, lambda one: one.a), joined(pairs, lambda one: one.b)
     inside = (np.abs(a) > 0.5) & (a > SENTINEL) & (np.abs(b) < -SENTINEL)
     if inside.sum() < _FEWEST:
@@ -49,10 +51,17 @@ def scale(pairs: Pairs) -> Found | None:
     if positive.mean() > 0.9 and np.median(np.abs(np.log(np.maximum(b[inside], 1e-300)) - a[inside])) < 0.1:
         mended = tuple(replace(one, b=np.log(np.maximum(one.b, 1e-300))) for one in pairs)
         return Found("scale", "B holds probabilities, not their logarithms.", _UNITS, mended, int(inside.sum()))
+    if positive.mean() > 0.5 and (b[inside] > 1).mean() > 0.5 and not _opposite(a[inside], b[inside]):
+        mended = tuple(replace(one, b=np.full_like(one.b, np.nan)) for one in pairs)
+        words = f"{positive.mean():.0%} of B's values are above 0, so they are logits or another quantity."
+        return Found("scale", words, _UNITS, mended, int(positive.sum()))
+    sums = tuple(replace(one, b=np.diff(one.b, prepend=0.0)) for one in pairs)
+    if _far_nearer(pairs, sums):
+        return Found("scale", "B holds running sums of log-probabilities.", _UNITS, sums, int(inside.sum()))
     ratio = b[inside] / a[inside]
     factor = float(np.median(ratio))
     spread = float(np.median(np.abs(ratio - factor)))
-    if abs(factor - 1) < 0.05 or spread > 0.1 * abs(factor - 1):
+    if not factor or abs(factor - 1) < 0.05 or spread > 0.1 * min(abs(factor), abs(factor - 1)):
         return None
     known = {-1.0: "the opposite sign", 1 / math.log(10): "logarithms to base 10", 1 / math.log(2): "base 2"}
     known |= {1 / one: words.replace("base", "base e where A has base") for one, words in known.items() if one > 0}
@@ -62,6 +71,18 @@ def scale(pairs: Pairs) -> Found | None:
     statement = f"B is {factor:.3g} times A at every token ({word})."
     mended = tuple(replace(one, b=one.b / factor) for one in pairs)
     return Found("scale", statement, _UNITS, mended, int(inside.sum()))
+
+
+def _opposite(a: Array, b: Array) -> bool:
+    """Whether b falls as a rises: a constant, negative ratio."""
+    ratio = b / a
+    return bool(np.median(np.abs(ratio - np.median(ratio))) < 0.1 * abs(float(np.median(ratio))))
+
+
+def _far_nearer(pairs: Pairs, mended: Pairs) -> bool:
+    """Whether the typical difference shrinks to a hundredth."""
+    before, after = (np.abs(joined(side, lambda one: one.differences)) for side in (pairs, mended))
+    return bool(np.median(before) > 0.5 and np.median(after) < 0.01 * np.median(before))
 
 
 _UNITS = "Check how the file is written: noisescope expects natural logarithms of probabilities, all at most 0."
@@ -96,6 +117,7 @@ def missing(pairs: Pairs) -> Found | None:
     kinds: dict[str, int] = {}
     mended = []
     zeros = {side: _zeros_are_missing(pairs, side) for side in "ab"}
+    fills = {side: _fill_value(pairs, side) for side in "ab"}
     for one in pairs:
         values = {"a": one.a.copy(), "b": one.b.copy()}
         for side, other in (("a", one.b), ("b", one.a)):
@@ -104,6 +126,7 @@ def missing(pairs: Pairs) -> Found | None:
                 "null or NaN": np.isnan(mine),
                 "infinite": np.isinf(mine),
                 f"below {SENTINEL:g}": np.isfinite(mine) & (mine <= SENTINEL),
+                f"exactly {fills[side]:g}": mine == fills[side],
                 "above 0": np.isfinite(mine) & (mine > 1e-4),
             }
             if zeros[side]:
@@ -129,6 +152,15 @@ def missing(pairs: Pairs) -> Found | None:
     )
 
 
+def _fill_value(pairs: Pairs, side: str) -> float:
+    """A very low value that several tokens have exactly and the other side has nowhere near, such as -100; else NaN."""
+    mine = joined(pairs, lambda one: one.a if side == "a" else one.b)
+    other = joined(pairs, lambda one: one.b if side == "a" else one.a)
+    low = (mine < _VERY_LOW) & (mine > SENTINEL) & (other > mine / 2)
+    values, counts = np.unique(mine[low], return_counts=True)
+    return float(values[counts.argmax()]) if len(counts) and counts.max() >= 3 else math.nan
+
+
 def _zeros_are_missing(pairs: Pairs, side: str) -> bool:
     """Exact zeros at tokens that the other side finds unlikely. Top-p also gives zeros, but only at likely tokens."""
     mine = joined(pairs, lambda one: one.a if side == "a" else one.b)
@@ -151,7 +183,7 @@ def _truncating(pairs: Pairs) -> Found | None:
     if len(differences) < _FEWEST:
         return None
     up, down = np.maximum(differences, 0).mean(), np.maximum(-differences, 0).mean()
-    if up + down == 0 or abs(up - down) / (up + down) < _ONE_SIDED:
+    if up + down < _SMALLEST or abs(up - down) / (up + down) < _ONE_SIDED:
         return None
     sign = 1.0 if up > down else -1.0
     if not _lasts_at_unlikely_tokens(pairs, sign):
@@ -280,12 +312,6 @@ _GRIDS: dict[str, Callable[[Array], Array]] = {
 }
 
 
-CAUSES: tuple[Cause, ...] = (
-    missing,
-    different_tokens,
-    processed,
-    stored_precision,
-    first_tokens,
-    position,
-    training_step,
-)
+BY_POSITION: tuple[Cause, ...] = (first_tokens, position)
+OF_SIZES: tuple[Cause, ...] = (processed, stored_precision, *BY_POSITION, training_step)
+CAUSES: tuple[Cause, ...] = (missing, different_tokens, *OF_SIZES)

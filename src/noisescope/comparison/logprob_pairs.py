@@ -148,6 +148,7 @@ _MOST_ROWS = 2000  # rows that are compared each with each
 _HEAD = 24  # tokens by which rows are recognised
 _SHIFTS = (0, 1, -1, 2, -2, 3, -3)
 _CLIPPED = 5.0  # nats: a value that stands for none must not decide how rows line up
+_OWN_SHIFT = 0.1  # of the gap: what the shift of some sequences alone may leave
 _SAME = 8  # values that must be equal for two rows to be copies
 
 
@@ -225,26 +226,39 @@ def copies(rows: Sequence[LogprobRow]) -> set[int]:
     return {row.number for row, name in zip(rows, names, strict=True) if name and counts[name] > 1}
 
 
-def best_shift(pairs: Sequence[tuple[Array, Array]]) -> int:
-    """The shift s for which b[t + s] is a[t], by most sequences; 0 unless another is clearly better.
+def row_shifts(pairs: Sequence[tuple[Array, Array]]) -> list[int]:
+    """For each sequence the shift s for which b[t + s] is a[t]; 0 unless another is clearly better.
 
-    Besides small shifts the difference of lengths is tried: one side may hold the prompt's tokens, too.
+    Besides small shifts the difference of lengths is tried: one side may hold the prompt's tokens, too. A shift that
+    half of the sequences have is that of all. Otherwise sequences have their own, and must fit far better with them.
     """
-    votes: Counter[int] = Counter()
-    usable = 0
-    for a, b in pairs:
-        if min(len(a), len(b)) < _SAME:
-            continue
-        usable += 1
-        extra = {len(b) - len(a)} if 0 < abs(len(b) - len(a)) <= len(a) + len(b) else set()
-        gaps = {shift: _gap(a, b, shift) for shift in {*_SHIFTS, *extra}}
-        nearest = min(gaps, key=lambda shift: (gaps[shift], abs(shift)))
-        if nearest and gaps[nearest] < 0.4 * gaps[0]:
-            votes[nearest] += 1
+    found = [_row_shift(a, b) for a, b in pairs]
+    usable = [one for one in found if one is not None]
+    votes = Counter(shift for shift, _ in usable if shift)
     if not votes:
-        return 0
+        return [0] * len(found)
     shift, count = votes.most_common(1)[0]
-    return shift if count >= max(2, 0.5 * usable) or (usable == 1 and count == 1) else 0
+    if count >= max(2, 0.5 * len(usable)) or len(usable) == 1:
+        return [shift] * len(found)
+    own = [one[0] if one is not None and one[1] < _OWN_SHIFT else 0 for one in found]
+    return own if sum(map(bool, own)) >= 2 else [0] * len(found)
+
+
+def _row_shift(a: Array, b: Array) -> tuple[int, float] | None:
+    """The nearest shift, and the gap it leaves as a share of the gap without it; None for a short sequence."""
+    if min(len(a), len(b)) < _SAME:
+        return None
+    extra = {len(b) - len(a)} if 0 < abs(len(b) - len(a)) <= len(a) + len(b) else set()
+    padded = _zeros_before(b) - _zeros_before(a)  # padded on the left on one side, on the right on the other
+    gaps = {shift: _gap(a, b, shift) for shift in {*_SHIFTS, *extra, padded}}
+    nearest = min(gaps, key=lambda shift: (gaps[shift], abs(shift)))
+    better = bool(nearest) and gaps[nearest] < 0.4 * gaps[0]
+    return (nearest, gaps[nearest] / gaps[0]) if better else (0, 1.0)
+
+
+def _zeros_before(values: Array) -> int:
+    known = np.flatnonzero(values)
+    return int(known[0]) if len(known) else 0
 
 
 def _gap(a: Array, b: Array, shift: int) -> float:

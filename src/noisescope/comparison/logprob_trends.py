@@ -56,8 +56,7 @@ def position(pairs: Pairs) -> Found | None:
     relative = np.array([_mean(by_position[max(0, t - 4) : t + 5]) for t in range(longest)]) / max(early, 1e-12)
     return Found(
         "grows with position",
-        f"At equal likelihood, differences in the last quarter are {late / max(early, 1e-12):.1f} times those in the "
-        f"first; {how}.",
+        f"At equal likelihood, differences in the last quarter are {_times(late, early)} those in the first; {how}.",
         "Check what depends on position: a quantised or stale KV cache, rotary base or scaling, a sliding window, "
         "chunked prefill, a context-length limit.",
         _levelled(pairs, np.maximum(relative, 1.0)),
@@ -97,13 +96,17 @@ def training_step(pairs: Pairs) -> Found | None:
     )
     return Found(
         "grows with step",
-        f"At equal likelihood, differences at the last steps are {late / max(early, 1e-12):.1f} times those at the "
-        f"first (steps {steps.min():g} to {steps.max():g}, rank correlation {found.value:.2f}).",
+        f"At equal likelihood, differences at the last steps are {_times(late, early)} those at the first "
+        f"(steps {steps.min():g} to {steps.max():g}, rank correlation {found.value:.2f}).",
         "Check that weights reach the rollout engine after each update: the version it reports, a prefix cache that "
         "survives an update, asynchronous rollouts, a layer or adapter that is not sent.",
         mended,
         int(sum(one.usable.sum() for one in pairs)),
     )
+
+
+def _times(late: float, early: float) -> str:
+    return f"{late / early:.1f} times" if early > 1e-3 * late else "more than 1000 times"
 
 
 def _levelled(pairs: Pairs, factors: Array) -> tuple[Pair, ...]:

@@ -9,7 +9,6 @@ reported and never distributed over causes; deciding whether it is round-off nee
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -18,21 +17,9 @@ import numpy as np
 
 from noisescope import stats
 from noisescope.comparison import logprob_causes as causes
-from noisescope.comparison.logprob_files import Array, LogprobFile, LogprobRow
-from noisescope.comparison.logprob_pairs import (
-    SENTINEL,
-    Found,
-    Matched,
-    Pair,
-    Pairs,
-    best_shift,
-    copies,
-    gap,
-    match_rows,
-    overlapping,
-    removed,
-    reorder,
-)
+from noisescope.comparison.logprob_files import LogprobFile
+from noisescope.comparison.logprob_pairs import Found, Matched, Pairs, gap, match_rows, removed
+from noisescope.comparison.logprob_rows import duplicated, misaligned, pair_rows, reordered, repeated, truncated
 from noisescope.comparison.roundoff import RoundoffBand, RoundoffVerdict
 from noisescope.errors import InvalidInput
 from noisescope.estimate import Estimate
@@ -42,6 +29,8 @@ from noisescope.jsonform import to_json
 from noisescope.tables import Sheet, Table, Tabular
 
 SCHEMA_VERSION = 1
+NEVER_ROUND_OFF = 0.5  # nats per token: several times the gap of any healthy pair, also in bfloat16
+_STORED = 1e-12  # nats per token: undoing a factor leaves the rounding of float64
 Verdict = Literal["identical", "round-off", "diverged", "undecided"]
 TEMPERATURE_LIMIT = (
     "Without the whole distribution a temperature can be recognised but not undone: the whole gap is attributed to "
@@ -135,7 +124,7 @@ def compare_logprobs(
 ) -> LogprobComparison:
     """Compare two files; `band` says what round-off explains, `max_gap` what is allowed, in nats per token."""
     matched = match_rows(a, b)
-    pairs: Pairs = tuple(_pair(a.rows[left], b.rows[right]) for left, right in matched.pairs)
+    pairs: Pairs = tuple(pair_rows(a.rows[left], b.rows[right]) for left, right in matched.pairs)
     if not any(one.usable.any() for one in pairs):
         raise InvalidInput(
             f"{a.path} and {b.path} have no token with a value on both sides, so nothing can be compared"
@@ -143,7 +132,13 @@ def compare_logprobs(
     first = gap(pairs)
     found: list[LogprobCause] = []
     hidden = False
-    for look in (causes.scale, _copied, _reordered, _misaligned, _truncated, *causes.CAUSES):
+    looks = (lambda now: repeated(a, b, matched, now), causes.scale, duplicated, reordered, misaligned, truncated)
+    for look in (*looks, *causes.CAUSES):
+        left = gap(pairs).value
+        if look in causes.OF_SIZES and left is not None and left <= _STORED:
+            continue
+        if look in causes.BY_POSITION and hidden:  # what a temperature leaves depends on the text
+            continue
         cause = look(pairs) if any(one.usable.any() for one in pairs) else None
         if cause is not None:
             found.append(_cause(cause, pairs))
@@ -156,8 +151,10 @@ def compare_logprobs(
     )
     judged: RoundoffVerdict = "undecided"
     tokens = int(sum(one.usable.sum() for one in pairs))
-    if remainder.value == 0:
+    if remainder.value is not None and remainder.value <= _STORED:
         judged = "identical"
+    elif remainder.value is not None and remainder.value > NEVER_ROUND_OFF:
+        judged = "more than round-off"
     elif own is not None:
         judged = own.judge(remainder, tokens=tokens)
     verdict = _verdict(found, judged)
@@ -178,7 +175,7 @@ def compare_logprobs(
         worst=_worst(pairs),
         max_gap=max_gap,
         limits=(*LIMITS, *((TEMPERATURE_LIMIT,) if hidden else ())),
-        notes=(*a.notes, *b.notes, *_unmatched(a, b, matched)),
+        notes=(*a.notes, *b.notes, *_unmatched(a, b, matched), *_order(matched)),
     )
 
 
@@ -188,139 +185,6 @@ def _cause(found: Found, before: Pairs) -> LogprobCause:
         whole = gap(before)
         effect = replace(whole, low=None if effect.low is None else max(effect.low, 0.0), note=HIDDEN)
     return LogprobCause(found.name, effect, found.statement, found.next_step, found.tokens)
-
-
-def _pair(row_a: LogprobRow, row_b: LogprobRow) -> Pair:
-    """Both to the length of the longer one, NaN where one side has ended."""
-    x, y = row_a.values, row_b.values
-    length = max(len(x), len(y))
-    x, y = (np.concatenate([v, np.full(length - len(v), np.nan)]) for v in (x, y))
-    return Pair(x, y, row_a, row_b)
-
-
-# -- rows
-
-
-def _copied(pairs: Pairs) -> Found | None:
-    """Rows of one file whose values another row duplicates, although the other file has two different rows."""
-    doubled = {side: copies([row_of(one) for one in pairs]) for side, row_of in _SIDES.items()}
-    sizes = np.array([one.size for one in pairs])
-    usual = float(np.nanmedian(sizes)) if np.isfinite(sizes).any() else 0.0
-    wrong = {
-        at
-        for at, one in enumerate(pairs)
-        if (one.row_a.number in doubled["A"]) != (one.row_b.number in doubled["B"]) and not one.size <= 5 * usual
-    }
-    if not wrong:
-        return None
-    side = "A" if doubled["A"] else "B"
-    return Found(
-        "duplicated rows",
-        f"{len(wrong)} sequences of {side} duplicate other sequences in the same file.",
-        "Check how batches are gathered: the last batch padded with earlier samples, a retry appended to the "
-        "results, an index that does not advance.",
-        tuple(one for at, one in enumerate(pairs) if at not in wrong),
-        int(sum(len(pairs[at].a) for at in wrong)),
-    )
-
-
-_SIDES: dict[str, Callable[[Pair], LogprobRow]] = {"A": lambda one: one.row_a, "B": lambda one: one.row_b}
-
-
-def _reordered(pairs: Pairs) -> Found | None:
-    left, right = ({row_of(one).number: one for one in pairs} for row_of in _SIDES.values())
-    other = reorder([one.row_a for one in pairs], [one.row_b for one in pairs])
-    if other is None:
-        return None
-    mended = [_pair(*_current(left[x].row_a, left[x].a, right[y].row_b, right[y].b)) for x, y in other]
-    before, after = gap(pairs).value, gap(mended).value
-    if before is None or after is None or after > 0.5 * before:
-        return None
-    moved = sum(left[x].row_b.number != y for x, y in other)
-    return Found(
-        "reordered rows",
-        f"{moved} of {len(pairs)} sequences of B match other sequences of A than their names or order indicate.",
-        "Match sequences by their tokens: load balancing between ranks, shuffling or sorting changed the order.",
-        tuple(mended),
-        int(sum(len(one.a) for one in mended)),
-    )
-
-
-def _current(row_a: LogprobRow, a: Array, row_b: LogprobRow, b: Array) -> tuple[LogprobRow, LogprobRow]:
-    """Rows with their current values: earlier causes may have corrected them."""
-    return replace(row_a, values=_ended(a)), replace(row_b, values=_ended(b))
-
-
-# -- alignment and lengths
-
-
-def _misaligned(pairs: Pairs) -> Found | None:
-    raw = [(_ended(one.a), _ended(one.b)) for one in pairs]
-    shift = best_shift(raw)
-    if not shift:
-        return None
-    mended = []
-    for one, (x, y) in zip(pairs, raw, strict=True):
-        left, right = overlapping(x, y, shift)
-        plain = replace(one.row_a, tokens=None), replace(one.row_b, tokens=None)
-        mended.append(Pair(left, right, *plain, first=max(0, -shift)))
-    ahead = "later" if shift > 0 else "earlier"
-    return Found(
-        "misaligned",
-        f"B holds each token's value {abs(shift)} {'position' if abs(shift) == 1 else 'positions'} {ahead} than A.",
-        "Check the shift between logits and the tokens they predict (logits at t predict token t + 1), and whether "
-        "one side includes prompt tokens or the first token.",
-        tuple(mended),
-        int(sum(len(one.a) for one in mended)),
-    )
-
-
-def _ended(values: Array) -> Array:
-    """Without the NaN at the end that made both sides equally long."""
-    known = np.flatnonzero(~np.isnan(values))
-    return values[: known[-1] + 1] if len(known) else values[:0]
-
-
-def _truncated(pairs: Pairs) -> Found | None:
-    """One side ends before the other, or has zeros to the end."""
-    mended, lost, cut = [], {"A": 0, "B": 0}, 0
-    lengths: dict[str, list[int]] = {"A": [], "B": []}
-    for one in pairs:
-        ends = {"A": _end(one.a, one.b), "B": _end(one.b, one.a)}
-        shared = min(ends.values())
-        for side, end in ends.items():
-            lost[side] += max(ends.values()) - end
-            lengths[side].append(end)
-        cut += ends["A"] != ends["B"]
-        mended.append(replace(one, a=one.a[:shared], b=one.b[:shared]))
-    side = "A" if lost["A"] > lost["B"] else "B"
-    whole = sum(len(one.a) for one in pairs)
-    if lost[side] < 3 or lost[side] < 0.002 * whole:
-        return None
-    longest = max(lengths[side])
-    at_limit = sum(length == longest for length in lengths[side])
-    limit = (
-        (f"; {at_limit} of its sequences stop at exactly {longest} tokens")
-        if at_limit > max(2, len(pairs) // 4)
-        else ""
-    )
-    return Found(
-        "truncated",
-        f"{side} lacks the last {lost[side]} of {whole} tokens, in {cut} of {len(pairs)} sequences{limit}.",
-        "Compare the length limits (max_tokens, max_model_len, max_response_length) and how batches are padded.",
-        tuple(mended),
-        lost[side],
-    )
-
-
-def _end(mine: Array, other: Array) -> int:
-    """Where values end: NaN from there on, or at least 3 zeros or placeholders where the other side has values."""
-    empty = np.isnan(mine) | (mine <= SENTINEL) | ((mine == 0) & (np.isnan(other) | (other < -1e-3)))
-    # likely tokens round to 0 here and there: zeros end a sequence only where the other side is not sure, too
-    last = np.flatnonzero(~empty & ~((mine == 0) & (other > -1e-3)))
-    end = int(last[-1]) + 1 if len(last) else 0
-    nan_end = len(_ended(mine))
-    return end if nan_end - end >= 3 else nan_end
 
 
 # -- words
@@ -339,7 +203,7 @@ def _words(
 ) -> str:
     if verdict == "identical":
         return "All log-probabilities present in both files are identical."
-    left = "nothing" if not remainder.value else f"{remainder.value:.3g} nats per token"
+    left = "nothing" if (remainder.value or 0.0) <= _STORED else f"{remainder.value:.3g} nats per token"
     left = "an unknown part" if remainder.value is None else left
     start = ""
     if found:
@@ -347,6 +211,10 @@ def _words(
         start = f"{'Cause' if len(found) == 1 else 'Causes'} found: {names}. After correction, {left} remains. "
     elif verdict != "round-off":
         start = f"No known cause was found; the files differ by {left}. "
+    if judged == "identical":
+        return start.rstrip()
+    if band is None and judged == "more than round-off":
+        return f"{start}That is more than round-off in any dtype (above {NEVER_ROUND_OFF:g} nats per token)."
     if band is None:
         return start + (
             "Whether that is round-off can't be decided without a measured round-off band: measure one with "
@@ -391,3 +259,9 @@ def _unmatched(a: LogprobFile, b: LogprobFile, matched: Matched) -> list[str]:
         for count, file in zip(rest, (a, b), strict=True)
         if count
     ]
+
+
+def _order(matched: Matched) -> list[str]:
+    rows = [right for _, right in sorted(matched.pairs)]
+    moved = sum(row != expected for row, expected in zip(rows, sorted(rows), strict=True))
+    return [f"{moved} sequences of B are in another order than in A; they were matched by {matched.how}"] * bool(moved)

@@ -202,13 +202,19 @@ def _kind(a: list[int], b: list[int], chat: bool) -> tuple[str, str]:
     if more and longer[more:] == shorter:
         if more <= _SHORT:
             return "special tokens", f"{lacking} lacks the {_ids(longer[:more])} at the beginning"
-        return "truncation", f"{lacking} lacks tokens at the beginning"
+        return _beginning(lacking, more, chat)
     if more and longer[: len(shorter)] == shorter:
         if more <= _SHORT:
             return "special tokens", f"{lacking} lacks the {_ids(longer[-more:])} at the end"
         return "truncation", f"{lacking} lacks tokens at the end"
+    for which, early, late in (("b", a, b), ("a", b, a)):  # both cut to one length
+        for count in range(1, min(_SHORT, len(early) - _SHORT) + 1):
+            if early[count:] == late[: len(early) - count]:
+                return "special tokens", f"{which} lacks the {_ids(early[:count])} at the beginning"
     for which, early, late in (("b", a, b), ("a", b, a)):
-        if _begins_inside(early, late):
+        if (inside := _begins_inside(early, late)) and (chat or len(a) != len(b)):
+            return _beginning(which, inside, chat)
+        if inside:
             return "truncation", f"{which} keeps the end of long texts where the other side keeps the beginning"
     matcher = SequenceMatcher(None, a, b, autojunk=False)
     if matcher.ratio() < _LIKE:
@@ -220,11 +226,19 @@ def _kind(a: list[int], b: list[int], chat: bool) -> tuple[str, str]:
     return "tokenizer", f"{where}: different tokenizer, template or normalisation"
 
 
-def _begins_inside(first: list[int], second: list[int]) -> bool:
-    """Whether `second`, after special tokens that both begin with, begins with what `first` ends with."""
+def _beginning(lacking: str, count: int, chat: bool) -> tuple[str, str]:
+    """What the other side has before the text: a prompt of its template, or what this side cut."""
+    if chat:
+        return "template", f"{lacking} lacks {count} tokens at the beginning: different chat template or system prompt"
+    return "truncation", f"{lacking} lacks tokens at the beginning"
+
+
+def _begins_inside(first: list[int], second: list[int]) -> int:
+    """Where in `first` the text that `second` begins with begins, after special tokens of both; 0: nowhere."""
     same = next((at for at, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1]), 0)
     first, second = (ids[same if same <= _SHORT else 0 :] for ids in (first, second))
-    return any(first[at:] == second[: len(first) - at] for at in range(1, int(len(first) * (1 - _LIKE)) + 1))
+    places = range(1, int(len(first) * (1 - _LIKE)) + 1)
+    return next((at for at in places if first[at:] == second[: len(first) - at]), 0)
 
 
 def _ids(ids: list[int]) -> str:

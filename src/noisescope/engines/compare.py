@@ -35,7 +35,16 @@ from noisescope.engines.operator_replay import (
 )
 from noisescope.engines.protocol import Engine, Ids
 from noisescope.engines.semantics import find_semantics
-from noisescope.engines.state import WHOLE_CHECKPOINT, Mended, StateCause, by_layer, find_state, relative_l2
+from noisescope.engines.state import (
+    WHOLE_CHECKPOINT,
+    Mended,
+    StateCause,
+    by_layer,
+    find_state,
+    lacking_layers,
+    relative_l2,
+)
+from noisescope.engines.vocabulary import share_vocabulary
 from noisescope.estimate import Estimate
 
 _SOURCES = 6  # roles whose share of the round-off is measured
@@ -54,6 +63,7 @@ class _Run:
     causes: list[Cause] = field(default_factory=list)
     weight_costs: tuple[LayerCost, ...] = ()
     modules: set[str] = field(default_factory=set)
+    reordered: bool = False  # weights, without effect
 
     def measure(
         self, modules: set[str] | None = None, prompts: Sequence[Ids] | None = None, *, stored: bool = False
@@ -93,12 +103,14 @@ def compare_systems(
     `band` is the mean |difference| of log-probabilities that two healthy systems show on a's prompts. Without it the
     verdict "round-off" rests on each operator alone.
     """
+    a, b, more_tokens, left_out = share_vocabulary(a, b, prompts[0])
     meant = find_semantics(a, b, prompts, chat=chat)
-    run = _Run(a, b, prompts[0], meant.temperature, meant.after, list(meant.causes))
+    run = _Run(a, b, prompts[0], meant.temperature, meant.after, [*more_tokens, *meant.causes])
     mended = Mended()
     try:
-        notes = (*meant.notes, *_mend_state(run, mended))
-        left, allowed = _mend_operators(run)
+        hints, found = _mend_state(run, mended, band)
+        notes = (*left_out, *meant.notes, *found)
+        left, allowed = _mend_operators(run, hints)
         notes += allowed
         sources = _sources(run, left)
         before = run.gap
@@ -132,22 +144,55 @@ def compare_systems(
     )
 
 
-def _mend_state(run: _Run, mended: Mended) -> tuple[str, ...]:
+def _mend_state(run: _Run, mended: Mended, band: RoundoffBand | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Config values that differ without effect on a loaded model, which may explain an operator; and notes."""
     progress.begin("weights and settings")
     causes, found = find_state(run.a, run.b)
-    notes = list(found)
-    for cause in causes:
+    notes, hints = list(found), []
+    together: StateCause | None = None  # settings that only work with those that follow
+    for one in causes:
+        cause = one if together is None or not one.settings else together.with_settings(one)
         if cause.name in WHOLE_CHECKPOINT:
             run.weight_costs = _weight_costs(run, cause)
-        mended.mend(run.a, run.b, cause)
-        after = run.measure()
-        where = (*cause.tensors, *cause.settings)
-        if (after == run.gap and cause.settings) or (cause.name == "cast" and _unchanged(run.gap, after)):
-            notes.append(f"{cause.words}: no effect here")
+        after = _mend(run, mended, cause)
+        if after is None:
+            together = cause
             continue
-        run.causes.append(Cause("state", cause.name, cause.words, *removed(run.gap, after), where, cause.layers))
+        together = None
+        where = (*cause.tensors, *cause.settings)
+        if (cause.settings or cause.name == "cast") and _unchanged(run.gap, after):
+            built_in = bool(cause.settings) and all(name.startswith("config.") for name in cause.settings)
+            notes.append(f"{cause.words}: no effect {'once a model is loaded' if built_in else 'here'}")
+            hints += [cause.words] if built_in else []
+            continue
+        if cause.may_cancel and band is not None and _within(run.gap, band):
+            notes.append(f"{cause.words}: no effect here beyond round-off")
+            run.reordered = True
+        else:
+            run.causes.append(Cause("state", cause.name, cause.words, *removed(run.gap, after), where, cause.layers))
         run.gap = after
-    return tuple(notes)
+    if together is not None:
+        notes.append(f"{together.words}: b can't run with a's values, so their share is that of later causes")
+    for words in lacking_layers(run.a, run.b):
+        nothing = removed(run.gap, run.gap)
+        run.causes.append(Cause("state", "missing layers", f"{words}; their share is part of the remainder", *nothing))
+    return tuple(hints), tuple(notes)
+
+
+def _mend(run: _Run, mended: Mended, cause: StateCause) -> Gap | None:
+    """What is left; None, with everything as before, for settings with which b can't run."""
+    mended.mend(run.a, run.b, cause)
+    try:
+        return run.measure()
+    except (RuntimeError, ValueError, IndexError):
+        if not cause.settings:
+            raise
+        mended.undo_settings(len(cause.settings))
+        return None
+
+
+def _within(gap: Gap, band: RoundoffBand) -> bool:
+    return gap.total_token.value is not None and gap.total_token.value <= band.high
 
 
 def _weight_costs(run: _Run, cause: StateCause) -> tuple[LayerCost, ...]:
@@ -172,7 +217,7 @@ def _weight_costs(run: _Run, cause: StateCause) -> tuple[LayerCost, ...]:
     )
 
 
-def _mend_operators(run: _Run) -> tuple[list[Role], tuple[str, ...]]:
+def _mend_operators(run: _Run, hints: Sequence[str] = ()) -> tuple[list[Role], tuple[str, ...]]:
     """Roles beyond round-off become causes; those within it are returned, with notes on those that lose more digits
     than usual on a's side as well."""
     errors, _ = replay(run.a, run.b, run.prompts)
@@ -192,7 +237,8 @@ def _mend_operators(run: _Run) -> tuple[list[Role], tuple[str, ...]]:
         first = role.errors[0]
         operator = first.site.operator if not first.between else "between"
         name = f"{operator} {role.name}"
-        words = explain(role, weights)
+        words = explain(role, weights) + (f"; the configs differ: {'; '.join(hints)}" if hints else "")
+        hints = ()
         if _unchanged(run.gap, after):
             words += "; a can't run it on b's inputs, so its share is part of the remainder"
         run.causes.append(Cause("operators", name, words, *removed(run.gap, after), role.mend, role.layers))
@@ -206,7 +252,8 @@ def _own_size(role: Role, own: Mapping[tuple[str, bool], SiteError]) -> float:
 
 
 def _unchanged(before: Gap, after: Gap) -> bool:
-    return all(math.isclose(x, y, rel_tol=1e-6) for x, y in zip(before.nats, after.nats, strict=True))
+    pairs = zip((*before.nats, *before.token), (*after.nats, *after.token), strict=True)
+    return all(math.isclose(x, y, rel_tol=1e-6, abs_tol=1e-15) or (math.isnan(x) and math.isnan(y)) for x, y in pairs)
 
 
 def _sources(run: _Run, left: Sequence[Role]) -> tuple[RoundOffSource, ...]:
@@ -262,7 +309,8 @@ def _words(run: _Run, verdict: Verdict, left: Estimate, band: RoundoffBand | Non
     judged = "" if band is None else _judged(left, band)
     if verdict == "different":
         return f"Every operator is within round-off, but {judged}."
-    return f"Weights and settings are identical, every operator is within {dtypes[0]} round-off on the same inputs" + (
+    same = "Weights differ in their order only" if run.reordered else "Weights and settings are identical"
+    return f"{same}, every operator is within {dtypes[0]} round-off on the same inputs" + (
         f", and {judged}." if judged else "; no round-off band was measured, because a is not transformers."
     )
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -26,6 +26,7 @@ _BLOCK = re.compile(r"(?:^|\.)(?:layers|h|blocks|layer)\.(\d+)\.")
 WHOLE_CHECKPOINT = ("quantised checkpoint", "another checkpoint")  # causes that concern most layers
 _MANY = 0.5  # of the blocks: such a model is another checkpoint, and not one with a stale layer
 _SHOWN = 3
+_WHOLE = 0.02  # of a step: float32 and float16 scales leave less
 
 
 @dataclass(frozen=True)
@@ -36,13 +37,19 @@ class StateCause:
     words: str
     tensors: tuple[str, ...] = ()
     settings: tuple[str, ...] = ()
+    may_cancel: bool = False  # channels in another order, which do nothing where all that use them agree
+
+    def with_settings(self, other: StateCause) -> StateCause:
+        """Both, to be corrected together."""
+        words = f"{self.words}, {other.words}"
+        return StateCause(f"{self.name}, {other.name}", words, (), (*self.settings, *other.settings))
 
     @property
     def layers(self) -> tuple[int, ...]:
         return tuple(sorted({block for name in (*self.tensors, *self.settings) if (block := _block(name)) is not None}))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Pair:
     name: str
     a: Tensor
@@ -72,6 +79,12 @@ class Mended:
             self.settings.append((b, name, b.settings()[name]))
             b.set(name, a.settings()[name])
 
+    def undo_settings(self, count: int) -> None:
+        """Restore the last settings that were changed."""
+        for _ in range(count):
+            engine, name, value = self.settings.pop()
+            engine.set(name, value)
+
     def restore(self) -> None:
         for engine, name, held in reversed(self.tensors):
             engine.write(name, held)
@@ -82,7 +95,8 @@ class Mended:
 def find_state(a: Engine, b: Engine) -> tuple[tuple[StateCause, ...], tuple[str, ...]]:
     """Causes in the order of correction, and notes on what could not be compared."""
     mine, its = dict(a.tensors()), dict(b.tensors())
-    common = [name for name in mine if name in its]
+    same = _same_twice(mine) & _same_twice(its)
+    common = [name for name in mine if name in its and name not in same]
     pairs: list[_Pair] = []
     notes = list(_lacking(mine, its, {*_tied(mine), *_tied(its)}))
     for name in common:
@@ -93,6 +107,23 @@ def find_state(a: Engine, b: Engine) -> tuple[tuple[StateCause, ...], tuple[str,
             pairs.append(_Pair(name, here, there, found))
     causes = (*_settings(a, b), *_grouped(pairs, mine, len({_block(name) for name in common} - {None})))
     return causes, tuple(notes)
+
+
+def lacking_layers(a: Engine, b: Engine) -> Iterator[str]:
+    """Blocks that one side has no tensor of."""
+    mine, its = ({_block(name) for name, _ in engine.tensors()} - {None} for engine in (a, b))
+    for which, here, there in (("b", mine, its), ("a", its, mine)):
+        missing = sorted(block for block in here - there if block is not None)
+        if missing and there:
+            names = ", ".join(map(str, missing[:_SHOWN])) + (" ..." if len(missing) > _SHOWN else "")
+            yield f"{which} has {len(there)} layers and the other side {len(here)}: it lacks {len(missing)} ({names})"
+
+
+def _same_twice(tensors: dict[str, Tensor]) -> set[str]:
+    """Names of numbers that an earlier name has, too: the head where it is the embedding."""
+    tied = list(_tied(tensors))
+    first = {tensors[name].data_ptr(): name for name in reversed(tied)}
+    return {name for name in tied if first[tensors[name].data_ptr()] != name}
 
 
 def _difference(name: str, a: Tensor, b: Tensor) -> Difference | None:
@@ -120,9 +151,27 @@ def _settings(a: Engine, b: Engine) -> Iterator[StateCause]:
     for name in mine:
         if name in its and mine[name] != its[name] and not _same_number(mine[name], its[name]):
             differing[name.rpartition(".")[2]].append(name)
-    for kind, names in differing.items():
+    for kind, names in _with_config(differing, mine, its).items():
         values = f"{its[names[0]]!r} in b, {mine[names[0]]!r} in a"
         yield StateCause(f"setting {kind}", f"{kind} is {values} ({_some(names)})", settings=tuple(names))
+
+
+def _with_config(
+    differing: dict[str, list[str]], mine: Mapping[str, Setting], its: Mapping[str, Setting]
+) -> dict[str, list[str]]:
+    """A config value joins the attribute of modules that has the same two values under another name."""
+    values = {kind: (mine[names[0]], its[names[0]]) for kind, names in differing.items()}
+    found = {kind: list(names) for kind, names in differing.items()}
+    for kind, names in differing.items():
+        if all(name.startswith("config.") for name in names):
+            of_modules = (
+                other
+                for other, held in differing.items()
+                if other != kind and values[other] == values[kind] and not held[0].startswith("config.")
+            )
+            if (other := next(of_modules, None)) is not None:
+                found[other] = found.pop(kind) + found[other]
+    return found
 
 
 def _same_number(one: Setting, other: Setting) -> bool:
@@ -139,9 +188,13 @@ def _grouped(pairs: Sequence[_Pair], reference: dict[str, Tensor], blocks: int) 
     for words in dict.fromkeys(pair.found.words for pair in rounded):
         names = tuple(pair.name for pair in rounded if pair.found.words == words)
         yield StateCause("cast", f"{len(names)} tensors: each {_words(words)} ({_some(names)})", names)
-    dense = [pair for pair in rest if pair.found.dense]
+    dense = _with_sparse([pair for pair in rest if pair.found.dense], rest)
+    ordered = [pair for pair in rest if pair.found.fault_class == "swapped channels"]
+    if len(ordered) > 1:
+        words = f"{len(ordered)} tensors have the reference's numbers in another order ({_orders(ordered)})"
+        yield StateCause("damaged weight", words, tuple(pair.name for pair in ordered), may_cancel=True)
     for pair in rest:
-        if not pair.found.rounded and not pair.found.dense:
+        if not pair.found.rounded and pair not in dense and (pair not in ordered or len(ordered) == 1):
             yield StateCause("damaged weight", f"{pair.name} {_words(pair.found.words)}", (pair.name,))
     moved = _moved(dense, reference)
     for (block, other), held in _by_block(moved).items():
@@ -150,6 +203,20 @@ def _grouped(pairs: Sequence[_Pair], reference: dict[str, Tensor], blocks: int) 
         holders = f"{_some(held)} hold{'s' if len(held) == 1 else ''}" if own else _holders(block, held)
         yield StateCause("another layer's weights", f"{holders} the numbers of {source}", tuple(held))
     yield from _stale([pair for pair in dense if pair.name not in moved], blocks)
+
+
+def _with_sparse(dense: list[_Pair], pairs: Sequence[_Pair]) -> list[_Pair]:
+    """A layer whose matrices differ throughout explains the few elements of its norms that differ, too."""
+    blocks = Counter(_block(pair.name) for pair in dense)
+    few = ("spike", "stuck bit")
+    return [
+        pair for pair in pairs if pair in dense or (pair.found.fault_class in few and blocks[_block(pair.name)] > 2)
+    ]
+
+
+def _orders(pairs: Sequence[_Pair]) -> str:
+    text = "; ".join(f"{pair.name} {_words(pair.found.words)}" for pair in pairs[:2])
+    return text if len(pairs) <= 2 else f"{text} ... {len(pairs)} in all"
 
 
 def _stale(dense: Sequence[_Pair], blocks: int) -> Iterator[StateCause]:
@@ -167,15 +234,45 @@ def _stale(dense: Sequence[_Pair], blocks: int) -> Iterator[StateCause]:
     for block, held in by_block.items():
         names = tuple(pair.name for pair in held)
         where = "outside the blocks" if block is None else f"of layer {block}"
-        words = f"{len(names)} tensors {where} hold different numbers ({_some(names)}), off by {_sizes(held)}"
+        tensors = "1 tensor" if len(names) == 1 else f"{len(names)} tensors"
+        verb = "holds" if len(names) == 1 else "hold"
+        words = f"{tensors} {where} {verb} different numbers ({_some(names)}), off by {_sizes(held)}"
+        if _look_quantised(held):
+            yield StateCause("quantised weights", f"{words}: quantised weights", names)
+            continue
         yield StateCause("stale layer" if block is not None else "stale weights", f"{words} (not updated?)", names)
 
 
 def _look_quantised(dense: Sequence[_Pair]) -> bool:
     """Whether the rows of most matrices have few distinct numbers, as on a quantisation grid."""
     matrices = [pair for pair in dense if pair.b.dim() == 2 and pair.b.shape[1] >= 32]
-    few = sum(_levels(pair.b) < 0.6 * _levels(pair.a) for pair in matrices)
+    few = sum(_levels(pair.b) < 0.6 * _levels(pair.a) or _on_grid(pair) for pair in matrices)
     return bool(matrices) and 2 * few > len(matrices)
+
+
+def _on_grid(pair: _Pair) -> bool:
+    """Whether b's numbers, unlike a's, are those of symmetric int8 with a scale per row, or of FP8 (E4M3)."""
+    return any(fits(pair.b) and not fits(pair.a) for fits in (_steps_fit, _fp8_fits))
+
+
+def _fp8_fits(matrix: Tensor) -> bool:
+    """With a scale per row, per tensor, or without one."""
+    x = matrix.float()
+    most = torch.finfo(torch.float8_e4m3fn).max
+    scaled = (x, *(x * (most / x.abs().amax(dims, keepdim=True).clamp(min=1e-30)) for dims in ((0, 1), (1,))))
+    return any(torch.allclose(y.to(torch.float8_e4m3fn).float(), y, rtol=2e-3, atol=0) for y in scaled)
+
+
+def _steps_fit(matrix: Tensor) -> bool:
+    """Whether rows are multiples of one step each, at most 127 of them."""
+    rows = matrix[:8].double()
+    levels = torch.arange(1, 128, dtype=torch.float64)
+    for row in rows:
+        steps = row.abs().max() / levels  # the largest is a whole number of steps
+        multiples = row.abs()[None, :] / steps.clamp(min=1e-300)[:, None]
+        if not bool(((multiples - multiples.round()).abs().amax(1) < _WHOLE).any()):
+            return False
+    return True
 
 
 def _levels(matrix: Tensor) -> float:

@@ -53,7 +53,13 @@ class VllmEngine:
         mode = "processed_logprobs" if self._sampling.processed else "raw_logprobs"
         settings = {"max_model_len": 1024, "max_num_seqs": 16, "enable_prefix_caching": False, "logprobs_mode": mode}
         folder = str(demo.folder()) if model == "demo" else model
-        self._llm = LLM(folder, **{**settings, **arguments, "enforce_eager": True, "disable_log_stats": True})
+        chosen = {**settings, **arguments, "enforce_eager": True, "disable_log_stats": True}
+        try:
+            self._llm = LLM(folder, **chosen)
+        except ValueError as error:  # a model with fewer positions
+            if "max_model_len" in arguments or "max_model_len" not in str(error):
+                raise
+            self._llm = LLM(folder, **{**chosen, "max_model_len": None})
         self._source = model
         self.model: Any = self._llm.apply_model(_itself)[0]
         self._map = ModuleMap.of(self.model)
