@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from noisescope.comparison.logprob_files import Array, read_logprobs
-from noisescope.comparison.logprobs import LogprobComparison, compare_logprobs
+from noisescope.comparison.logprob_files import Array
+from noisescope.comparison.logprobs import LogprobComparison
 
 ZEROS = np.zeros(1)
 
@@ -22,19 +19,6 @@ def rows() -> list[Array]:
     draw = np.random.default_rng(3)
     lengths = draw.integers(20, 45, 24)
     return [-draw.exponential(2.5, n) * np.where(draw.random(n) < 0.5, 1e-3, 1.0) for n in lengths]
-
-
-@pytest.fixture
-def compared(tmp_path: Path) -> Any:
-    def compare(a: Sequence[Array], b: Sequence[Array]) -> LogprobComparison:
-        files = []
-        for name, side in (("a", a), ("b", b)):
-            file = tmp_path / f"{name}.jsonl"
-            file.write_text("".join(json.dumps({"logprobs": list(row)}) + "\n" for row in side), encoding="utf-8")
-            files.append(read_logprobs(file))
-        return compare_logprobs(*files)
-
-    return compare
 
 
 def names(found: LogprobComparison) -> list[str]:
