@@ -155,3 +155,22 @@ def test_fused_experts_are_scored_as_their_products(implementation: str) -> None
             weight.copy_(quantise(weight, weight_format("int3"), weight=True))
         measured = float(kl_divergence(clean, model(TOKENS).logits.flatten(0, 1)).mean())
     assert predicted == pytest.approx(measured, rel=0.5)
+
+
+@pytest.mark.gpu
+def test_16_bit_products_of_an_accelerator_give_the_same_scores() -> None:
+    """Of one linear's bfloat16 weight, input and gradient: the device multiplies in bfloat16, the host in float32."""
+    draw = torch.Generator().manual_seed(0)
+    weight = (torch.randn(256, 512, generator=draw) / 16).bfloat16()
+    x = torch.randn(4, 64, 512, generator=draw).bfloat16()
+    g = (torch.randn(4, 64, 256, generator=draw) / 10).bfloat16()
+    screen = FormatScreen(tiny_model("llama"), WEIGHT_FORMATS)
+    screen.samples = torch.arange(4)
+
+    def product(x: torch.Tensor, error: torch.Tensor) -> torch.Tensor:
+        assert x.dtype == (torch.bfloat16 if x.is_cuda else torch.float32)
+        return x @ error.T
+
+    host = screen._predicted(weight, x, g, product)
+    device = screen._predicted(weight.cuda(), x.cuda(), g.cuda(), product)
+    torch.testing.assert_close(device.cpu(), host, rtol=0.02, atol=1e-9)

@@ -83,9 +83,9 @@ def test_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits computed a few positions at a time: the same numbers and the same count, at the head's own noise too."""
     for target in ({"layers": {1}}, {"places": {"lm_head", "final_norm"}}, {"operators": {"residual"}}):
         injection = Injection(Gaussian(0.1), phases={"forward"}, **target)  # type: ignore[arg-type]
-        monkeypatch.setattr(bench_module, "LOGITS", 1 << 28)
+        monkeypatch.setattr(bench_module, "PIECE", 1 << 30)
         (whole,) = measured(material(), lambda s, d, i=injection: trial(s, d, i))
-        monkeypatch.setattr(bench_module, "LOGITS", 64 * 5 * 2)
+        monkeypatch.setattr(bench_module, "PIECE", 64 * 5 * 2 * 4)  # float32
         (pieces,) = measured(material(), lambda s, d, i=injection: trial(s, d, i))
         for name, values in whole.values.items():
             assert pieces.values[name] == pytest.approx(values, rel=1e-4, abs=1e-10), (target, name)

@@ -22,10 +22,10 @@ from noisescope.model.anatomy import Anatomy
 from noisescope.probe.prefix import first_noisy_block
 from noisescope.progress import duration
 from noisescope.runs.batches import free_memory
+from noisescope.runs.measures import HESSIAN_PASSES
 from noisescope.runs.trial_runner import Clean, TrialRunner
 from noisescope.trials import Result, Results, Slice, Trial, missing
 
-_HESSIAN = 6.0  # forwards that one Hessian-vector product costs (a backward through a backward)
 _COMPARING = 1.15  # scoring logits against the clean ones, and opening the scope
 _TIMING = 3.0  # seconds that timing may take beyond the first sample
 Propose = Callable[[StudyContext, Results], Iterable[Trial]]
@@ -156,7 +156,7 @@ def _forwards(context: StudyContext, trial: Trial, anatomy: Anatomy, *, reuse: b
     if trial.measure == "screen":
         return 1.5 + 2.4 * float(trial.settings["draws"])  # attention is decomposed everywhere, blocks run twice
     if trial.measure == "curvature":
-        return _HESSIAN * float(trial.settings["probes"])
+        return HESSIAN_PASSES * float(trial.settings["probes"])
     if trial.measure == "formats":  # one more product of every linear for each format
         return 1.0 + float(trial.settings["draws"]) * (2.0 + len(trial.settings["formats"]))
     if trial.measure == "format_slopes":

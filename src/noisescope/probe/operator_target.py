@@ -2,8 +2,7 @@
 
 Gradients pass a forward perturbation unchanged: a rounding error has no derivative (straight-through). A backward
 perturbation is applied to the gradient of each input and of the weight as this use of it produced it, so tied weights
-and
-accumulated gradients get their noise once per use.
+and accumulated gradients get their noise once per use.
 """
 
 from __future__ import annotations

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 SCREEN_PARTS = 9  # a slice is screened in so many batches: gradients need every activation at once
 LOSS_LOGITS = 1 << 26  # logits whose loss is computed in float32 at once
+_NO_TARGET = -100  # of rows that are not scored
+HESSIAN_PASSES = 6  # over the model for a product with the Hessian: forward, backward, and a backward of that, twice
 FORMAT_SAMPLES = 8  # rounding errors are projected on the gradients of so many samples at once
 
 
@@ -183,7 +185,7 @@ def formats(runner: TrialRunner, trial: Trial) -> Result:
 
 
 def _screen_size(trial: Trial) -> int:
-    return max(1, (trial.slice.stop - trial.slice.start) // SCREEN_PARTS)
+    return max(1, _samples(trial) // SCREEN_PARTS)
 
 
 def _sums_table(rows: Sequence[Mapping[int, float]], samples: Sequence[int], draws: int) -> np.ndarray:
@@ -301,6 +303,7 @@ def curvature(runner: TrialRunner, trial: Trial) -> Result:
         traces = block_hessian_traces(runner.model, runner.anatomy, loss, groups, **asked)
     if traces is None:
         traces = hessian_traces(runner.model, loss, groups, method=method, **asked)
+    runner.forwards += _samples(trial) * HESSIAN_PASSES * asked["probes"]
     facts = {
         name: {"trace": t.trace, "low": t.low, "high": t.high, "per_parameter": t.per_parameter, "probes": t.probes}
         for name, t in traces.items()
@@ -317,7 +320,12 @@ def gradients(runner: TrialRunner, trial: Trial) -> Result:
         if probe is not None:
             probe.rows(rows)
         norms = gradient_norms(runner.model, loss, _block_parameters(runner))
+    runner.forwards += _samples(trial) * 3  # a forward, its blocks again, and backward
     return Result((), {}, {"norms": norms})
+
+
+def _samples(trial: Trial) -> int:
+    return trial.slice.stop - trial.slice.start
 
 
 def _loss(runner: TrialRunner, trial: Trial) -> tuple[Callable[[Any], Tensor], Tensor]:
@@ -333,18 +341,19 @@ def _loss(runner: TrialRunner, trial: Trial) -> tuple[Callable[[Any], Tensor], T
 
     def loss(model: Any) -> Tensor:
         logits = runner.forward(batches[0])
-        scored, targets = piece.scored.to(logits.device), piece.targets.to(logits.device)
+        targets = torch.full((len(logits),), _NO_TARGET, device=logits.device)
+        targets[piece.scored.to(logits.device)] = piece.targets.to(logits.device)
         step = max(1, LOSS_LOGITS // logits.shape[1])
-        parts = zip(torch.split(scored, step), torch.split(targets, step), strict=True)
-        losses = [checkpoint(_summed_loss, logits, *part, use_reentrant=False) for part in parts]
-        return torch.stack(losses).sum() / len(scored)
+        parts = zip(torch.split(logits, step), torch.split(targets, step), strict=True)
+        losses = [checkpoint(_summed_loss, *part, use_reentrant=False) for part in parts]
+        return torch.stack(losses).sum() / len(piece.scored)
 
     return loss, batches[0].rows
 
 
-def _summed_loss(logits: Tensor, rows: Tensor, targets: Tensor) -> Tensor:
+def _summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Of some rows; computed again in backward, for its float32 copies are larger than the logits."""
-    return torch.nn.functional.cross_entropy(logits.index_select(0, rows).float(), targets, reduction="sum")
+    return torch.nn.functional.cross_entropy(logits.float(), targets, ignore_index=_NO_TARGET, reduction="sum")
 
 
 def _block_parameters(runner: TrialRunner) -> dict[str, list[torch.nn.Parameter]]:

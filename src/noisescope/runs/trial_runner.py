@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 Finish = Callable[[], Result]
 NO_MEMORY = "out of memory even with one sample at a time and no cached prefixes: use a smaller --slice"
 _ALL_AT_ONCE = ("gradients", "curvature")
-LOGITS = 1 << 28  # logits computed at once in scoring: more are done in pieces, or they would rule the memory
+PIECE = 2 * GIB  # of logits computed at once in scoring: more are done in pieces, or they would rule the memory
+_PIECE_SHARE = 16  # of the memory beside the weights, one part in so many
 
 
 @dataclass
@@ -177,12 +178,12 @@ class TrialRunner:
         return [lay_out(p, at, self.device, positions=None if whole else self._positions(p)) for at, p in parts]
 
     def _positions(self, groups: Sequence[tuple[Any, ...]]) -> int | None:
-        """Positions whose logits fit into a piece."""
-        vocabulary = getattr(getattr(self.model, "config", None), "vocab_size", None)
-        rows = sum(map(len, groups))
-        if not isinstance(vocabulary, int) or not self._keeps_logits or not self.reuse:
+        """Positions whose logits fit into a piece. Pieces are few: each is another call of the model."""
+        logits, rows = self.room.needs.logits, sum(map(len, groups))
+        if not logits or not self._keeps_logits or not self.reuse:
             return None
-        return max(1, LOGITS // (vocabulary * rows))
+        most = PIECE if self.room.bytes is None else min(PIECE, self.room.bytes // _PIECE_SHARE)
+        return max(1, most // (logits * rows))
 
     def forward(self, batch: Batch, piece: Piece | None = None) -> Tensor:
         """Logits [B * K, V] of a piece's positions."""
