@@ -181,6 +181,21 @@ def test_suspicious_without_a_file() -> None:
     assert "NaN" in check_state(ns.wrap(model)).suspects[0].evidence
 
 
+def test_a_weight_of_a_wrapped_model_that_is_not_the_files(folder: Path) -> None:
+    """Edited or damaged: that is open, so the model is not called healthy."""
+    import transformers
+
+    model = transformers.LlamaForCausalLM.from_pretrained(folder)
+    weight(model, "input_layernorm.weight").add_(torch.linspace(0.1, 0.2, 32).square())
+    report = check_state(ns.wrap(model))
+    assert not report.suspects
+    (suspect,) = report.possible
+    assert "changed on purpose after loading, or damaged" in suspect.evidence
+    verdict = ns.locate(ns.wrap(model))
+    assert verdict.verdict == "undecided" and verdict.suspects == (suspect,)
+    assert verdict.headline.startswith(f"undecided: possible, but not certain: {suspect.site}: weight differs from")
+
+
 class Own(nn.Module):
     def __init__(self) -> None:
         super().__init__()

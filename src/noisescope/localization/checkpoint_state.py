@@ -145,4 +145,6 @@ def _fault(wrong: _Wrong, others: dict[int, str], *, loaded: bool) -> StateFault
     found = wrong.difference
     if id(wrong.tensor) in others:
         found = Difference(f"holds the numbers of {others[id(wrong.tensor)]}", "stale data")
-    return StateFault(module, f"{name} {found.words}", found.fault_class, loaded or not found.dense, found.channels)
+    sure = loaded or not found.dense
+    words = found.words if sure else f"{found.words}: changed on purpose after loading, or damaged"
+    return StateFault(module, f"{name} {words}", found.fault_class, sure, found.channels)

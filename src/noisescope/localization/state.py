@@ -33,13 +33,15 @@ from noisescope.model.loading import Subject
 from noisescope.sites import FUSED, WHOLE, Site, place_order
 
 _SHOWN = 3
+CHECKPOINT = "tensors with the checkpoint"
 
 
 @dataclass(frozen=True)
 class StateReport:
-    """Suspects are certain; doubtful findings are listed in the notes."""
+    """Suspects are certain; possible ones may have been changed on purpose; doubtful ones are listed in the notes."""
 
     suspects: tuple[Suspect, ...] = ()
+    possible: tuple[Suspect, ...] = ()  # of a model that was wrapped, not loaded, a few weights are not the file's
     doubtful: tuple[Suspect, ...] = ()
     words: str = ""  # what was compared, and what was not
     notes: tuple[str, ...] = ()
@@ -67,7 +69,7 @@ def check_state(subject: Subject | nn.Module) -> StateReport:
         loaded = isinstance(subject, Subject) and subject.loading is not None
         stored = _checkpoint(subject, root)
         weights = WeightsCompared() if stored is None else compare_weights(root, stored, loaded=loaded)
-        parts["tensors with the checkpoint"] = weights.result
+        parts[CHECKPOINT] = weights.result
         parts |= _compare_with_config(root, as_stored=weights.as_stored)
     parts = {name: _with_prefix(part, path) for name, part in parts.items()}
     if "attributes with the config" not in parts:
@@ -108,10 +110,11 @@ def _with_prefix(part: Compared, prefix: str) -> Compared:
 def with_state(found: Verdict, report: StateReport) -> Verdict:
     """A verdict with the faults found in memory first, because round-off can't explain them."""
     notes = (*report.notes, f"checking weights, buffers and config took {report.seconds:.1f} s")
+    verdict = "undecided" if report.possible and found.verdict == "healthy" else found.verdict
     return dataclasses.replace(
         found,
-        verdict="faulty" if report.suspects else found.verdict,
-        suspects=ranked((*report.suspects, *found.suspects)),
+        verdict="faulty" if report.suspects else verdict,
+        suspects=ranked((*report.suspects, *found.suspects, *report.possible)),
         checked=found.checked + report.compared,
         notes=(*found.notes, *notes),
         coverage=dataclasses.replace(found.coverage, state=report.words, own_code=report.own_code),
@@ -197,9 +200,11 @@ def _report(model: nn.Module, anatomy: Anatomy, parts: dict[str, Compared], seco
     sites = _sites(model, anatomy)
     faults = [(fault, _site(sites, fault)) for part in parts.values() for fault in part.faults]
     faults.sort(key=lambda entry: place_order(entry[1].place))
-    found = [(fault.sure, _suspect(site, fault, rank)) for rank, (fault, site) in enumerate(faults)]
-    suspects = ranked(in_all_layers([suspect for sure, suspect in found if sure], sites.values(), anatomy))
-    doubtful = tuple(suspect for sure, suspect in found if not sure)
+    found = [(fault, _suspect(site, fault, rank)) for rank, (fault, site) in enumerate(faults)]
+    suspects = ranked(in_all_layers([suspect for fault, suspect in found if fault.sure], sites.values(), anatomy))
+    of_file = parts[CHECKPOINT].faults if CHECKPOINT in parts else ()
+    possible = tuple(suspect for fault, suspect in found if not fault.sure and fault in of_file)
+    doubtful = tuple(suspect for fault, suspect in found if not fault.sure and fault not in of_file)
     notes = [note for part in parts.values() for note in part.notes]
     notes += [f"doubtful: {suspect.site}: {suspect.evidence}" for suspect in doubtful[:_SHOWN]]
     notes += [f"doubtful: {len(doubtful) - _SHOWN} more places"] * (len(doubtful) > _SHOWN)
@@ -209,7 +214,7 @@ def _report(model: nn.Module, anatomy: Anatomy, parts: dict[str, Compared], seco
     words = f"compared: {words or 'nothing'}" + (f"; not compared: {left}" if left else "")
     compared = sum(part.compared for part in parts.values())
     own_code = tuple(module for part in parts.values() for module in part.own_code)
-    return StateReport(suspects, doubtful, words, tuple(notes), seconds, compared, own_code)
+    return StateReport(suspects, possible, doubtful, words, tuple(notes), seconds, compared, own_code)
 
 
 def _sites(model: nn.Module, anatomy: Anatomy) -> dict[str, Site]:

@@ -142,6 +142,8 @@ class Verdict(Tabular):
         if self.unseen:
             more = f" and {len(self.unseen) - 1} more" if len(self.unseen) > 1 else ""
             return f"{self.unseen[0]}{more} could not be judged"
+        if self.suspects and self.suspects[0].fault_class == "unknown":
+            return f"possible, but not certain: {self.suspects[0].site}: {self.suspects[0].evidence}"
         if self.suspects:
             return f"possible, but not certain: {self._blamed()}"
         if self.coverage.measured and not self.coverage.enough:
