@@ -131,29 +131,60 @@ def test_no_causal_mask_in_any_layer_of_eager_attention():
 
 
 def test_a_window_that_is_lost(implementation, monkeypatch):
-    """The model's code makes the mask of a full sequence. Fused attention then gets none at all, which is no number."""
+    """The model's code makes the mask of a full sequence; fused attention then gets none at all, which is no number."""
     model = tiny_model("mistral", layers=LAYERS, attn_implementation=implementation)
     assert audit(model, quick=True).verdict == "healthy"
     monkeypatch.setattr(mistral, "create_sliding_window_causal_mask", mistral.create_causal_mask)
-    verdict = audit(model, quick=True)
-    if implementation == EAGER:
-        (suspect,) = verdict.suspects
-        assert (suspect.site.place, suspect.site.tensor, suspect.fault_class) == (0, "input", "mask")
-    else:
-        assert verdict.verdict == "undecided"
-        assert {site.place for site in verdict.unseen} == set(range(LAYERS))
-        assert any("attention_mask is None, and not a tensor" in note for note in verdict.notes)
+    (suspect,) = audit(model, quick=True).suspects
+    tensor = "input" if implementation == EAGER else "output"
+    assert (suspect.site.place, suspect.site.tensor, suspect.fault_class) == (0, tensor, "mask")
 
 
-def test_a_flag_that_is_another_is_not_healthy():
-    """A fused call that does right what it is told, and is told that it is not causal."""
-    model = tiny_model("llama", layers=LAYERS)
+def without_mask(attention: Any) -> None:
+    attention.register_forward_pre_hook(
+        lambda module, args, kwargs: (args, {**kwargs, "attention_mask": None}), with_kwargs=True
+    )
+
+
+def not_causal(attention: Any) -> None:
+    right = attention.forward
+    attention.forward = lambda *args, **kwargs: right(*args, **{**kwargs, "is_causal": False, "attention_mask": None})
+
+
+@pytest.mark.parametrize("break_attention", [without_mask, not_causal])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_attention_that_does_right_what_it_is_wrongly_told(break_attention, dtype):
+    """Its result is compared with that of the arguments its class's code gives it."""
+    model = tiny_model("llama", layers=LAYERS).to(dtype)
+    break_attention(model.model.layers[1].self_attn)
+    (suspect,) = audit(model).suspects
+    assert (suspect.site.place, suspect.site.operator, suspect.fault_class) == (1, "attention", "mask")
+    assert "attn_mask is None, and not a tensor" in suspect.evidence
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_other_code_that_gives_the_same_numbers_is_healthy(dtype):
+    """Keys repeated for each head, and a mask in place of a flag: what counts is what comes out."""
+    model = tiny_model("llama", layers=LAYERS).to(dtype)
     attention = model.model.layers[1].self_attn
-    attention.forward = lambda *args, **others: type(attention).forward(attention, *args, **others, is_causal=False)
-    verdict = audit(model, quick=True)
-    assert verdict.verdict == "undecided"
-    assert [(site.place, site.tensor) for site in verdict.unseen] == [(1, "input")]
-    assert any("is_causal is False, and not True" in note for note in verdict.notes)
+
+    def forward(hidden_states, position_embeddings, attention_mask=None, past_key_values=None, **others):
+        heads = (*hidden_states.shape[:-1], -1, attention.head_dim)
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        q, k, v = (project(hidden_states).view(heads).transpose(1, 2) for project in projections)
+        q, k = llama.apply_rotary_pos_emb(q, k, *position_embeddings)
+        if past_key_values is not None:
+            k, v = past_key_values.update(k, v, attention.layer_idx)
+        k, v = (llama.repeat_kv(x, attention.num_key_value_groups) for x in (k, v))
+        rows, columns = q.shape[-2], k.shape[-2]
+        causal = torch.ones(rows, columns, dtype=torch.bool).tril(columns - rows).expand(len(q), 1, rows, columns)
+        mask = causal if attention_mask is None else attention_mask
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=attention.scaling)
+        return attention.o_proj(y.transpose(1, 2).reshape(*hidden_states.shape[:-1], -1)), None
+
+    attention.forward = forward
+    verdict = audit(model)
+    assert verdict.verdict == "healthy", verdict.headline
 
 
 class Kernel(torch.overrides.TorchFunctionMode):

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 import noisescope as ns
 from noisescope.cli import app
+from noisescope.faults import DeadZone, faulty
 from noisescope.localization.audit import audit
 from noisescope.localization.exact_functions import is_exact
 from noisescope.testing import MODELS, tiny_inputs, tiny_model
@@ -446,3 +447,20 @@ def test_a_compiled_module_inside_the_model_is_judged_by_the_code_in_it():
     assert (verdict.verdict, verdict.coverage.not_judged) == ("healthy", ())
     model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: output * 1.01)
     assert ns.locate(ns.wrap(model), quick=True).suspects[0].site.place == 1
+
+
+@pytest.mark.parametrize("where", ["host", "disk"])
+def test_weights_that_accelerate_keeps_elsewhere_are_judged(where, tmp_path):
+    """Between forwards they are on no device; the audit reads them where they are, and puts nothing in their place."""
+    accelerate = pytest.importorskip("accelerate")
+    model, here = tiny_model("llama"), torch.device("cpu")
+    if where == "host":
+        accelerate.cpu_offload(model, execution_device=here)
+    else:
+        accelerate.disk_offload(model, tmp_path, execution_device=here)
+    verdict = audit(model)
+    assert verdict.verdict == "healthy" and verdict.coverage.smallest_share == 1, verdict.headline
+    assert all(p.is_meta for p in model.parameters())
+    with faulty(model, DeadZone(0.1), 1, operator="linear", module="*.up_proj"):
+        first = audit(model).suspects[0]
+    assert (first.site.module, first.fault_class) == ("model.layers.1.mlp.up_proj", "dead zone")

@@ -11,8 +11,8 @@ from torch import nn
 
 import noisescope as ns
 from noisescope.localization.audit import audit
-from noisescope.localization.audit_log import AuditLog, _hash
-from noisescope.localization.call_tree import Node
+from noisescope.localization.audit_log import AuditLog
+from noisescope.localization.call_tree import Node, hashed
 from noisescope.localization.data_flow import About, NonFiniteOrigin
 from noisescope.localization.error_pattern import Pattern
 from noisescope.localization.host_operators import recompute
@@ -213,12 +213,12 @@ def test_nan_that_a_patched_forward_makes_is_a_fault(module):
 def test_hashes_show_every_changed_bit(dtype):
     """The same bits have the same hash; a flipped sign, two of them, or two numbers that change places have another."""
     x = (torch.randn(3, 1001) * 8).to(dtype)
-    assert _hash([x]) == _hash([x.clone()]) == _hash([x.T.contiguous().T])
-    assert _hash([x[:, 1:]]) == _hash([x[:, 1:].clone()])
+    assert hashed([x]) == hashed([x.clone()]) == hashed([x.T.contiguous().T])
+    assert hashed([x[:, 1:]]) == hashed([x[:, 1:].clone()])
     y = x.clone()
     y[0, :2] = y[0, :2].flip(0)
     others = [y, x.roll(1, 1)]
     if dtype != torch.bool:
         others += [torch.where(torch.arange(1001) == 7, -x, x), torch.where(torch.arange(1001) % 500 == 7, -x, x)]
-    assert all(_hash([other]) != _hash([x]) for other in others if not torch.equal(other, x))
-    assert _hash([x, y]) != _hash([y, x]) or torch.equal(x, y)
+    assert all(hashed([other]) != hashed([x]) for other in others if not torch.equal(other, x))
+    assert hashed([x, y]) != hashed([y, x]) or torch.equal(x, y)

@@ -11,9 +11,8 @@ import torch
 import noisescope as ns
 from noisescope.faults import faulty
 from noisescope.localization.audit import audit
-from noisescope.localization.audit_log import CallHash
 from noisescope.localization.audit_verdict import cells_of
-from noisescope.localization.call_tree import Node
+from noisescope.localization.call_tree import CallHash, Node
 from noisescope.model.anatomy import Unit
 from noisescope.sites import Site
 from noisescope.testing import tiny_model

@@ -13,8 +13,8 @@ from noisescope.localization import data_flow
 from noisescope.localization.call_tree import Node
 from noisescope.localization.data_flow import About, about_difference, as_recomputed, same_difference
 from noisescope.localization.error_pattern import Pattern
-from noisescope.localization.host_twin import Difference
 from noisescope.localization.judge import Judgement, judge_elements
+from noisescope.localization.twin_comparison import Difference
 from noisescope.model.anatomy import ATTENTION, MODULE, Unit
 
 DRAW = torch.Generator().manual_seed(0)

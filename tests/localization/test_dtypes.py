@@ -7,6 +7,7 @@ import itertools
 
 import pytest
 import torch
+import transformers
 
 import noisescope as ns
 from noisescope.faults import DeadZone, Saturation, faulty
@@ -65,6 +66,24 @@ def test_a_healthy_model_under_autocast_is_no_alarm(name, method, dtype):
     model = tiny_model(name)
     with torch.autocast("cpu", dtype=dtype):
         verdict = locate(model, method, name)
+    assert verdict.verdict == "healthy", [suspect.evidence for suspect in verdict.suspects]
+
+
+SMALL = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2}
+MAMBA = transformers.Mamba2Config(**SMALL, num_heads=8, head_dim=16, state_size=16, n_groups=2)
+JAMBA = transformers.JambaConfig(
+    **SMALL, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2, attn_layer_period=2,
+    attn_layer_offset=1, num_experts=2, mamba_d_state=8, mamba_dt_rank=4, use_mamba_kernels=False,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("config", [MAMBA, JAMBA], ids=lambda config: config.model_type)
+def test_what_autocast_does_to_code_between_operators(config):
+    """A convolution without a formula runs in 16 bits on the host, too; float32 inputs that drive attention stay."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        verdict = ns.locate(ns.wrap(model))
     assert verdict.verdict == "healthy", [suspect.evidence for suspect in verdict.suspects]
 
 

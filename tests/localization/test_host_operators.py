@@ -204,6 +204,15 @@ def test_autocast_operands_are_those_that_were_multiplied():
     assert not again("linear", module, x, y=y)[1].alarm
 
 
+def test_products_below_the_normal_numbers_may_be_zero():
+    """Units for 16 bits flush them, one by one; half of a sum that is large is an alarm."""
+    a = torch.full((8, 16), 1e-19).bfloat16()
+    b = torch.full((16, 8), 1e-19).bfloat16()
+    assert not again("matmul", torch.matmul, a, b, y=torch.zeros(8, 8, dtype=torch.bfloat16))[1].alarm
+    y = (a * 1e19 @ (b * 1e19)) / 2
+    assert again("matmul", torch.matmul, a * 1e19, b * 1e19, y=y)[1].alarm
+
+
 def test_the_host_computes_by_itself():
     """No function mode of the caller's reaches the host's arithmetic, nor does autocast."""
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from noisescope.localization.call_tree import CallTree, Node
 from noisescope.localization.host_operators import host_arithmetic
-from noisescope.localization.host_twin import Comparison, HostTwin
+from noisescope.localization.host_twin import HostTwin
+from noisescope.localization.twin_comparison import Comparison
 
 X = torch.randn(1, 3, 4, generator=torch.Generator().manual_seed(0))
 

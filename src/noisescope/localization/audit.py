@@ -18,6 +18,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -42,10 +43,10 @@ from noisescope.localization.deferred_calls import Computed, Deferred, side_by_s
 from noisescope.localization.driven_judgement import judge_norm, judge_weights
 from noisescope.localization.driven_operators import drive, is_driven
 from noisescope.localization.exact_functions import is_valid_choice
-from noisescope.localization.host_copies import HostStates, tensors_in
+from noisescope.localization.host_copies import HostStates, offloaded_weights, tensors_in
 from noisescope.localization.host_operators import Unseen, host_arithmetic
 from noisescope.localization.host_products import Recomputed
-from noisescope.localization.host_twin import HostTwin
+from noisescope.localization.host_twin import HostTwin, autocast_of
 from noisescope.localization.inputs import Batch, parts_of, remarks
 from noisescope.localization.judge import Judgement
 from noisescope.localization.shipped_functions import replaced_functions, search_code
@@ -106,7 +107,7 @@ def audit(
             for workload in progress.track("shapes", shapes, steps=len(workloads)):
                 run.base(workload) if workload.other is not None else run.workload(workload)
             progress.begin("judging operators")
-            with host_arithmetic():
+            with run.host():
                 run.judge_deferred()
             run.inside_attention()
             if not quick:
@@ -150,10 +151,17 @@ class AuditRun:
         self._has_short = False  # whether operators that can be driven were given sixteen bits
         self._copy_model()
 
+    @contextlib.contextmanager
+    def host(self) -> Iterator[None]:
+        """The host's own arithmetic, with every weight in reach."""
+        with host_arithmetic(), offloaded_weights(self.model):
+            yield
+
     def _copy_model(self) -> None:
+        autocast = autocast_of(self.model)
         try:
-            with host_arithmetic():
-                self._twin = HostTwin(self.model)
+            with self.host():
+                self._twin = HostTwin(self.model, autocast)
         except Exception as error:  # a module may refuse to be copied
             self._no_twin = f"the model can't be copied ({type(error).__name__}: {str(error)[:80]})"
 
@@ -254,7 +262,7 @@ class AuditRun:
         inside = suspects_inside_attention(log)
         if inside and 0 in self._batches:  # old data of the first batch? All before them must be as it was
             self._forward(self._batches[0], number=0, opened=inside)
-        with host_arithmetic():
+        with self.host():
             self.judge_deferred()
 
     def call_alone(self, seed: int) -> None:
@@ -276,7 +284,7 @@ class AuditRun:
             ):
                 y = module(x)
                 called.append(name)
-            with host_arithmetic():
+            with self.host():
                 for node in tree.nodes:
                     self.log.nonfinite.see(node)
                     self.log.call(node)
@@ -292,7 +300,7 @@ class AuditRun:
         calls = drive(self.model, self._anatomy, lambda: self.model(**_apart(inputs)), seed=seed, without=alarmed)
         self.log.forwards += 1
         known: dict[tuple[object, ...], tuple[float, ...]] = {}
-        with host_arithmetic():
+        with self.host():
             for order, norm in enumerate(calls.norms):
                 with contextlib.suppress(Unseen):  # offloaded, or of another shape: not tried
                     found = judge_norm(norm, self._twin, known)
@@ -331,7 +339,7 @@ class AuditRun:
             output = self.model(**inputs)
         if self._twin is not None and not self._twin.fits(self.model):
             self._copy_model()
-        with host_arithmetic():
+        with self.host():
             self._states.settle()
             self._judge(tree, output, opened, base=base, together=not (keep_hashes or repeated))
             self._states.adopt()

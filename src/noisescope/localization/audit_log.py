@@ -8,17 +8,15 @@ did (a sum, the product of gate and up, a cache), and its input is named.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from noisescope.localization.call_tree import Judged, Node
+from noisescope.localization.call_tree import CallHash, Judged, Node, hashed, weight_sums
 from noisescope.localization.classify import classify, is_stale
 from noisescope.localization.data_flow import (
     About,
@@ -32,17 +30,17 @@ from noisescope.localization.error_pattern import Evidence, Pattern
 from noisescope.localization.host_copies import tensors_in
 from noisescope.localization.host_operators import Unseen, recompute
 from noisescope.localization.host_products import Recomputed, Rows
-from noisescope.localization.host_twin import Comparison, Difference
 from noisescope.localization.judge import Judgement, judge, judge_elements
 from noisescope.localization.resolution import ResolutionTable, too_coarse
-from noisescope.localization.tensors import bits_of, differing, on_host
+from noisescope.localization.tensors import differing, on_host
+from noisescope.localization.twin_comparison import Comparison, Difference, OtherArguments
 from noisescope.model.anatomy import Anatomy
 from noisescope.sites import Site
 
 _MOST_PATTERNS = 24  # alarms of one forward that are classified
-_KEYS = 1 << 20  # words of a hash that are summed at once
 _DOUBTFUL = 2.0  # times its limit, at most: a few elements that are just beyond it
 _BETWEEN = "between operators"
+_DIFFERENT = "it runs different code from its class, or it is faulty"
 ALWAYS, IF_ALARMED, NEVER = "always", "if there was an alarm", "never"  # when a call is judged
 
 
@@ -146,15 +144,33 @@ class AuditLog:
         self.limits.setdefault(_BETWEEN, DetectionLimit()).sites[node.site("output")] = (0.5, 0.0, 0.0)
         self.tests += found.compared
         for other in found.others:
-            self.leave_open(
-                other.node.site(other.tensor), f"{other.words}: it runs different code from its class, or it is faulty"
-            )
+            self.leave_open(other.node.site(other.tensor), f"{other.words}: {_DIFFERENT}")
+        for call in found.other_arguments:
+            if not self._with_arguments_of_its_class(call):
+                for words in call.words:
+                    self.leave_open(call.node.site("input"), f"{words}: {_DIFFERENT}")
         seen: list[Difference] = []
         # One tensor may enter several modules (q, k and v). Rotary embeddings only ask for its dtype.
         for difference in sorted(found.differences, key=lambda each: each.node.unit.place == "rotary"):
             if not any(same_difference(difference, other) for other in seen):
                 seen.append(difference)
                 self.difference(difference)
+
+    def _with_arguments_of_its_class(self, call: OtherArguments) -> bool:
+        """Judge the output of a function that different code may have called in a different way, by what it has to be.
+
+        False if that is unknown.
+        """
+        node, words = call.node, ", ".join(call.words)
+        try:
+            found = recompute(node.operator, node.callee, call.args, call.kwargs, node.output, self.rows)
+        except Exception:  # no formula, or arguments that do not fit this output: then it stays open
+            return False
+        masked = any(word in words for word in ("mask", "causal"))
+        hint = Pattern("mask", 0.9, f"attention is called with another mask: {words}") if masked else None
+        made = f"output of {node.module} from what {call.caller} calls it with ({words})"
+        self._judge(node.site("output"), found, node.order, node=node, about=About(made, hint, again=True))
+        return True
 
     def returned(self, root: Node, output: Any) -> None:
         """Check what the caller received, after hooks on the model itself."""
@@ -173,10 +189,10 @@ class AuditLog:
         order = node.order if found.tensor == "input" else node.ended
         if found.got.shape != found.expected.shape:
             shapes = f"{list(found.got.shape)} in place of {list(found.expected.shape)}"
-            self.leave_open(site, f"its shape is {shapes}: it runs different code from its class, or it is faulty")
+            self.leave_open(site, f"its shape is {shapes}: {_DIFFERENT}")
             return
-        given = (site, found.path, _hash([found.expected]))
-        if self._between.setdefault(given, now := _hash([found.got])) != now:
+        given = (site, found.path, hashed([found.expected]))
+        if self._between.setdefault(given, now := hashed([found.got])) != now:
             self.unrepeatable.add(site)
         recomputed, about = as_recomputed(found), about_difference(found)
         if found.limit is None:
@@ -218,7 +234,7 @@ class AuditLog:
         """Whether a module's weights are unchanged since the first forward, because later checks rely on that."""
         site = node.site("output")
         before = self.hashes.get((site, 1))
-        if before is None or before.weights == _weight_sums(node.callee):
+        if before is None or before.weights == weight_sums(node.callee):
             return True
         self._weights_changed(site)
         return False
@@ -281,7 +297,8 @@ class AuditLog:
             site.tensor == "input" and site.phase == "forward"
         ):  # the operator tells heads from tokens, but has no part in what is wrong
             evidence = dataclasses.replace(evidence, operator="residual")
-        if before is not None and before.evidence is not None:  # does one call hold what belongs to the other?
+        again = about is not None and about.again
+        if before is not None and before.evidence is not None and not again:  # does one hold what belongs to the other?
             before.stale |= is_stale(before.evidence, evidence) or is_stale(evidence, before.evidence)
         if judgement.alarm and about is not None:
             self.made.setdefault(site, {}).setdefault(about.made, judgement.words)
@@ -295,7 +312,7 @@ class AuditLog:
         if about is not None:
             pattern = about.refine(pattern)
         stale = before is not None and before.stale
-        alarm = Alarm(site, self._batch, order, judgement, pattern, evidence.kept(), stale)
+        alarm = Alarm(site, self._batch, order, judgement, pattern, None if again else evidence.kept(), stale)
         self.alarms[site] = dataclasses.replace(alarm, phase="" if node is None else node.phase)
 
 
@@ -338,59 +355,8 @@ class DetectionLimit:
         return {"sites": len(self.sites)} | {name: v if math.isfinite(v) else None for name, v in rounded.items()}
 
 
-@dataclass(frozen=True)
-class CallHash:
-    """A call identified by hashes of its bits: the same inputs must give the same output."""
-
-    given: tuple[int, ...]
-    output: tuple[int, ...]
-    weights: tuple[int, ...]
-
-    @classmethod
-    def of(cls, node: Node) -> CallHash:
-        given = [x for _, x in tensors_in((node.args, node.kwargs))]
-        return cls(_hash(given), _hash([node.output]), _weight_sums(node.callee))
-
-
 def _class_name(callee: Any) -> str:
     return type(callee).__name__ if isinstance(callee, nn.Module) else str(getattr(callee, "__name__", callee))
-
-
-def _weight_sums(callee: Any) -> tuple[int, ...]:
-    """Sums of the bits of a module's own parameters, computed on their device."""
-    own = callee._parameters.values() if isinstance(callee, nn.Module) else ()
-    plain = [p.detach() for p in own if type(p) is nn.Parameter and not p.is_meta]
-    return tuple(int(_words(p, torch.int64).sum(dtype=torch.int64)) for p in plain)
-
-
-def _words(x: Tensor, word: torch.dtype) -> Tensor:
-    """The bits of a tensor, as words of this size if its own allows: their sums wrap around but still show a change."""
-    flat, size = x.flatten(), word.itemsize
-    whole = flat.nbytes % size == 0 == flat.storage_offset() * flat.itemsize % size
-    return flat.view(word) if whole else bits_of(flat)
-
-
-def _hash(values: Iterable[Tensor]) -> tuple[int, ...]:
-    """For each tensor, the sum of its bits, 32 at a time, times random numbers: two that differ agree by 2^-33 at most.
-
-    A product in torch, since hashlib takes a second for a gigabyte, and logits alone may have several.
-    """
-    plain = [on_host(value) for value in values if type(value) in (Tensor, nn.Parameter)]
-    return tuple(_keyed_sum(_words(x, torch.int32)) for x in plain)
-
-
-def _keyed_sum(words: Tensor) -> int:
-    total = 0
-    for start in range(0, len(words), _KEYS):
-        part = words[start : start + _KEYS]
-        total += (start + 1) * int((part * _keys()[: len(part)]).sum())
-    return total
-
-
-@functools.cache
-def _keys() -> Tensor:
-    generator = torch.Generator("cpu").manual_seed(0x5EED)
-    return torch.randint(-(1 << 63), (1 << 63) - 1, (_KEYS,), generator=generator, device="cpu")
 
 
 def _any_finite(x: Tensor) -> bool:

@@ -32,6 +32,7 @@ from noisescope.localization.gradient_judge import GradientJudge
 from noisescope.localization.gradient_twin import GradientTwin
 from noisescope.localization.host_copies import HostStates
 from noisescope.localization.host_operators import host_arithmetic
+from noisescope.localization.host_twin import autocast_of
 from noisescope.localization.inputs import Batch, parts_of
 from noisescope.localization.tensors import host_memory
 from noisescope.localization.workloads import workloads_for
@@ -142,10 +143,14 @@ class BackwardRun:
         self._anatomy = with_whole_modules(model, anatomy)
         self._blocks = anatomy.blocks
         self._names = frozenset(name for name, _ in model.named_modules())
+        autocast = autocast_of(model)
         with host_arithmetic():
-            self._twin = GradientTwin(model)
-        if any(p._post_accumulate_grad_hooks for p in model.parameters()):
-            self.notes.append("backward: hooks on parameters that run after gradient accumulation were not run")
+            self._twin = GradientTwin(model, autocast)
+        for name, parameter in model.named_parameters():
+            if parameter._post_accumulate_grad_hooks:  # an optimizer's step may be one
+                module, _, weight = name.rpartition(".")
+                reason = f"a hook on {weight} runs after its gradient was accumulated, and was not run"
+                log.judged.reasons.setdefault(module, {})["gradient accumulation"] = reason
 
     def all_groups(self) -> None:
         inside = frozenset(name for block in self._blocks for name in self._within(block) if name != block)

@@ -7,6 +7,8 @@ Tensors are copied to the host when a call starts and when it ends, so in-place 
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,11 +18,13 @@ from torch.overrides import TorchFunctionMode
 
 from noisescope.localization.exact_functions import CHOICES
 from noisescope.localization.host_copies import HostStates, copied, tensors_in
+from noisescope.localization.tensors import bits_of, on_host
 from noisescope.model.anatomy import ATTENTION, EXPERTS, MODULE, ROTARY, ROUTER, Anatomy, Unit
 from noisescope.probe.recorded_call import RecordedCall
 from noisescope.sites import FUSED, WHOLE, Place, Site, place_order
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+_KEYS = 1 << 20  # words of a hash that are summed at once
 
 
 CHOICE = "choice"  # a call of a function that sorts, or chooses the largest
@@ -245,3 +249,54 @@ def multiply_adds(node: Node) -> float:
         keys = given[1].shape[-2] if len(given) > 1 else 0
         return 2.0 * y.numel() * keys
     return float(y.numel() * given[0].shape[-1])
+
+
+@dataclass(frozen=True)
+class CallHash:
+    """A call identified by hashes of its bits: the same inputs must give the same output."""
+
+    given: tuple[int, ...]
+    output: tuple[int, ...]
+    weights: tuple[int, ...]
+
+    @classmethod
+    def of(cls, node: Node) -> CallHash:
+        given = [x for _, x in tensors_in((node.args, node.kwargs))]
+        return cls(hashed(given), hashed([node.output]), weight_sums(node.callee))
+
+
+def weight_sums(callee: Any) -> tuple[int, ...]:
+    """Sums of the bits of a module's own parameters, computed on their device."""
+    own = callee._parameters.values() if isinstance(callee, nn.Module) else ()
+    plain = [p.detach() for p in own if type(p) is nn.Parameter and not p.is_meta]
+    return tuple(int(_words(p, torch.int64).sum(dtype=torch.int64)) for p in plain)
+
+
+def _words(x: Tensor, word: torch.dtype) -> Tensor:
+    """The bits of a tensor, as words of this size if its own allows: their sums wrap around but still show a change."""
+    flat, size = x.flatten(), word.itemsize
+    whole = flat.nbytes % size == 0 == flat.storage_offset() * flat.itemsize % size
+    return flat.view(word) if whole else bits_of(flat)
+
+
+def hashed(values: Iterable[Tensor]) -> tuple[int, ...]:
+    """For each tensor, the sum of its bits, 32 at a time, times random numbers: two that differ agree by 2^-33 at most.
+
+    A product in torch, since hashlib takes a second for a gigabyte, and logits alone may have several.
+    """
+    plain = [on_host(value) for value in values if type(value) in (Tensor, nn.Parameter)]
+    return tuple(_keyed_sum(_words(x, torch.int32)) for x in plain)
+
+
+def _keyed_sum(words: Tensor) -> int:
+    total = 0
+    for start in range(0, len(words), _KEYS):
+        part = words[start : start + _KEYS]
+        total += (start + 1) * int((part * _keys()[: len(part)]).sum())
+    return total
+
+
+@functools.cache
+def _keys() -> Tensor:
+    generator = torch.Generator("cpu").manual_seed(0x5EED)
+    return torch.randint(-(1 << 63), (1 << 63) - 1, (_KEYS,), generator=generator, device="cpu")

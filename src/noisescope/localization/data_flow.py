@@ -18,9 +18,10 @@ from noisescope.localization.error_pattern import Pattern
 from noisescope.localization.host_copies import HostStates, tensors_in
 from noisescope.localization.host_operators import host_arithmetic
 from noisescope.localization.host_products import Recomputed
-from noisescope.localization.host_twin import Comparison, Difference, HostTwin
+from noisescope.localization.host_twin import HostTwin, autocast_of
 from noisescope.localization.roundoff_floors import Reference, number_format
 from noisescope.localization.tensors import differing
+from noisescope.localization.twin_comparison import Comparison, Difference
 from noisescope.model.anatomy import ATTENTION, Anatomy, Unit
 from noisescope.probe.watch import watch
 from noisescope.sites import FUSED, WHOLE, Site
@@ -39,6 +40,7 @@ class About:
 
     made: str
     hint: Pattern | None = None
+    again: bool = False  # the call was judged by its own arguments, too
 
     def refine(self, pattern: Pattern) -> Pattern:
         """Use the hint if the numbers are less specific, or show only which elements are wrong."""
@@ -168,10 +170,11 @@ def flow_in_blocks(model: nn.Module, anatomy: Anatomy, run: Callable[[], Any]) -
             found.append(BlockFlow(node.unit, y, tuple(compared.differences), compared.problem))
 
     states.settle()
+    autocast = autocast_of(model)
     with host_arithmetic():
         for node in tree.nodes:
             node.by_formula = node.operator != "residual"
-        HostTwin(model).follow(tree.nodes, report)
+        HostTwin(model, autocast).follow(tree.nodes, report)
     return found
 
 

@@ -188,7 +188,8 @@ class _Driver:
             made = self._once(("keys", shapes, scale, dtype), lambda: self._two_keys(shapes, scale, dtype))  # noqa: B023
             q, k, v, depth = made
             try:
-                y = attend(*(t.to(like.device) for t in (q, k, v)))
+                with torch.autocast(like.device.type, enabled=False):  # it would round these inputs
+                    y = attend(*(t.to(like.device) for t in (q, k, v)))
             except Exception:  # some kernels take no float32, or no other lengths
                 return
             with host_arithmetic():

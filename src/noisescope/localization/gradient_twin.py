@@ -48,8 +48,8 @@ class CodeGradients:
 class GradientTwin(HostTwin):
     """The modules of a model, copied without weights, differentiated around a recorded call tree."""
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
+    def __init__(self, model: nn.Module, autocast: torch.dtype | None = None) -> None:
+        super().__init__(model, autocast)
         for module in self._modules.values():
             vars(module)["_parameters"].source = self._parameter
         self._leaves: dict[int, Tensor] = {}  # parameters that the running code has read

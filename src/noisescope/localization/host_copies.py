@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -254,6 +255,26 @@ def set_state(module: nn.Module, state: dict[str, dict[str, Any]]) -> None:
     state = mapped(state, Tensor.clone)
     vars(module).update(state["own"])
     module._buffers.update(state["buffers"])
+
+
+@contextlib.contextmanager
+def offloaded_weights(model: nn.Module) -> Iterator[None]:
+    """The weights that accelerate keeps on the host or on disk, in their places: between forwards they are nowhere.
+
+    Not for a forward: its hooks expect what they left.
+    """
+    moved: list[tuple[nn.Module, str, nn.Parameter]] = []
+    try:
+        for module in model.modules():
+            kept: Mapping[str, Tensor] = getattr(vars(module).get("_hf_hook"), "weights_map", None) or {}
+            for name, value in module._parameters.items():
+                if value is not None and value.is_meta and name in kept:
+                    moved.append((module, name, value))
+                    module._parameters[name] = nn.Parameter(kept[name], requires_grad=False)
+        yield
+    finally:
+        for module, name, value in moved:
+            module._parameters[name] = value
 
 
 class HostParameters(dict[str, Any]):

@@ -178,7 +178,8 @@ def _partial_sums(a: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
 def _sum_reference(sums: Sums, terms: int, dtype: torch.dtype, added: Tensor | None, short: Shortening) -> Reference:
     """The tolerance of a sum of products: its own error, that of an addend, and the rounding of the result.
 
-    Operands below the normal numbers may be taken as 0: then each term is off by as much times the other operand.
+    Operands below the normal numbers may be taken as 0, and so may products: then each term is off by as much times the
+    other operand, or by as much.
     """
     u, (values, squares, sizes) = WORK_ROUNDOFF, sums
     if added is not None:
@@ -193,7 +194,7 @@ def _sum_reference(sums: Sums, terms: int, dtype: torch.dtype, added: Tensor | N
         bounds = (rounded_once(values, dtype),)  # others round the product before they add
         grain = grain + 2 * bounds[0]
         values = values + added
-    flushed = terms * number_format(dtype).flushed * sizes
+    flushed = terms * number_format(dtype).flushed * (1 + sizes)
     bounds = (rounded_once(values, dtype) + flushed, *bounds)
     return Reference(values, bounds, spread, systematic, grain, offset=added is not None, sums=True)
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -42,54 +41,29 @@ from noisescope.localization.random_rounding import RandomRounding, limits_of, r
 from noisescope.localization.roundoff_floors import convolution_bits, mean_bound
 from noisescope.localization.shipped_functions import without_modes
 from noisescope.localization.tensors import same_numbers
+from noisescope.localization.twin_comparison import (
+    Comparison,
+    Key,
+    OtherArguments,
+    OtherValue,
+    difference,
+    other_forms,
+    use_callers_arguments,
+)
 from noisescope.model.forwards import device_of
 from noisescope.probe.unfused_attention import multihead
 
-_COLLECTED = ("hidden_states.", "attentions.")  # outputs that transformers collects by hooks, around a class's code
-Key = tuple[int, str]  # a call inside a module (-1: the module's own output), and the path of a tensor in it
 
-
-@dataclass(frozen=True)
-class Difference:
-    """A tensor on the device that differs from what the host's code computes from the device's own results."""
-
-    node: Node  # whose input or output it is
-    tensor: str  # "input" or "output"
-    path: str
-    got: Tensor
-    expected: Tensor
-    limit: Tensor | None  # how far an element may be off; None: not at all
-    inside: Node  # the module whose code was run
-    before: Node | None  # the call before it there
-    source: Node | None = None  # the call there that gave just what is expected
-
-
-@dataclass(frozen=True)
-class OtherValue:
-    """A number, flag or None on the device where the host's code has another value, or a tensor."""
-
-    node: Node
-    tensor: str  # "input" or "output"
-    words: str
-
-
-@dataclass
-class Comparison:
-    """The result of running one module's code."""
-
-    compared: int = 0  # tensors
-    exact: bool = True  # no inexact function had a part in it
-    differences: list[Difference] = field(default_factory=list)
-    others: list[OtherValue] = field(default_factory=list)
-    problem: str = ""  # why the code could not be run to its end
-    bound: float = 0.0  # the widest mean bound of its tensors, relative to the rms; 0 where all must be equal
-    equal: bool = False  # bit for bit, so that no bound had to be used
+def autocast_of(model: nn.Module) -> torch.dtype | None:
+    """The dtype that autocast gives the model's products here; ask before `host_arithmetic`, which turns it off."""
+    kind = device_of(model).type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 class HostTwin:
     """The modules of a model, copied without weights, whose calls are answered from a recorded call tree."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, autocast: torch.dtype | None = None) -> None:
         self._copied = dict(model.named_modules())
         self._modules = copied_modules(model)
         self._twins = {id(module): self._modules[name] for name, module in model.named_modules()}  # as arguments
@@ -99,9 +73,8 @@ class HostTwin:
         self._bounds: dict[tuple[Any, ...], float] = {}
         self._exact: set[tuple[Any, ...]] = set()  # kinds of calls whose code had no inexact function
         self._visit: Callable[[Node], None] = lambda node: None
-        kind = device_of(model).type
-        self._cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        self._convolved = convolution_bits(kind)
+        self._cast = autocast
+        self._convolved = convolution_bits(device_of(model).type)
 
     def fits(self, model: nn.Module) -> bool:
         """Whether the model still has the modules that were copied: BigBird exchanges some in its first forward."""
@@ -138,8 +111,16 @@ class HostTwin:
         recorded = dict(_recorded(node))
         first = self._run(twin, node, (node.args, node.kwargs), recorded=recorded)
         result.compared, result.problem, result.exact = first.compared, first.problem, not first.was_inexact
-        result.others = [other for at, seen in first.forms.items() for other in _other_values(node, at, seen)]
         different = {key: (recorded[key], seen) for key, seen in first.seen.items() if key in recorded}
+        for at, words in other_forms(node, first.forms, first.asked, different).items():
+            if at in first.asked:
+                result.other_arguments.append(
+                    OtherArguments(node.children[at], type(twin).__name__, *first.asked[at], words)
+                )
+                different = {key: value for key, value in different.items() if key[0] != at}
+            else:
+                child, tensor = (node, "output") if at < 0 else (node.children[at], "input")
+                result.others += [OtherValue(child, tensor, one) for one in words]
         limits: dict[Key, Tensor] = {}
         if not first.was_inexact and not first.problem:
             self._exact.add(kind)
@@ -158,7 +139,7 @@ class HostTwin:
             if limit is not None and got.is_floating_point() and got.shape == expected.shape:
                 result.bound = max(result.bound, mean_bound(limit, expected))
             if limit is None or _beyond(got, expected, limit):
-                result.differences.append(_difference(node, key, got, expected, limit))
+                result.differences.append(difference(node, key, got, expected, limit))
         return result
 
     def rounded(self, node: Node, count: int) -> list[Tensor]:
@@ -234,6 +215,9 @@ class HostTwin:
             at = run.next_call(lambda child: child.is_module and child.module == name)
         if at is None:
             return _code_of(module)(module, *args, **kwargs)
+        if run.first:
+            with torch._C.DisableTorchFunction():
+                use_callers_arguments(run.node.children[at], args, kwargs)
         run.see(at, (args, kwargs))
         if run.first:
             with torch._C.DisableTorchFunction():
@@ -252,6 +236,7 @@ class _Run(TorchFunctionMode):
         self.seen: dict[Key, Tensor] = {}  # but for what is as it was recorded
         self._recorded = recorded or {}
         self.forms: dict[int, dict[str, Any]] = {}  # of each call, what it was given beside the numbers in tensors
+        self.asked: dict[int, tuple[Any, Any]] = {}  # arguments of recorded functions
         self.inexact: set[Key] = set()  # what was seen after an inexact function had been called
         self._rounding = rounding
         self.first = rounding is None
@@ -299,6 +284,7 @@ class _Run(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             at = self.next_call(lambda child: child.by_formula and child.callee is func and _alike_call(child, args))
             if at is not None:
+                self.asked[at] = (args, kwargs)
                 self.see(at, (args, kwargs))
                 return self.answer(at, (args, kwargs))
             if any(kind not in (Tensor, nn.Parameter) for kind in types):  # a packed weight does it in its own way
@@ -364,16 +350,6 @@ def _recorded(node: Node) -> Iterator[tuple[Key, Tensor]]:
         yield (-1, f"changed.{path}"), tensor
 
 
-def _other_values(node: Node, at: int, expected: dict[str, Any]) -> Iterator[OtherValue]:
-    child = node if at < 0 else node.children[at]
-    got = plain_values(child.output if at < 0 else (child.args, child.kwargs))
-    for path in dict.fromkeys((*got, *expected)):
-        one, other = got.get(path), expected.get(path)
-        if one != other and not (at < 0 and other is None and path.startswith(_COLLECTED)):
-            name = path.rpartition(".")[2]
-            yield OtherValue(child, "output" if at < 0 else "input", f"{name or 'it'} is {one}, and not {other}")
-
-
 def _alike(got: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
     """Both in float64 if their dtypes differ: a copy may have another dtype (autocast, float32 outputs)."""
     return (got, expected) if got.dtype == expected.dtype else (got.double(), expected.double())
@@ -384,15 +360,3 @@ def _beyond(got: Tensor, expected: Tensor, limit: Tensor) -> bool:
         return True
     one_sided = got.is_floating_point() and bool((got.isnan() != expected.isnan()).any())
     return one_sided or bool(((got.double() - expected.double()).abs() > limit).any())
-
-
-def _difference(node: Node, key: Key, got: Tensor, expected: Tensor, limit: Tensor | None) -> Difference:
-    at, path = key
-    earlier = node.children if at < 0 else node.children[:at]
-    source = next((child for child in reversed(earlier) if child.is_module and _gave(child, expected)), None)
-    at_node, tensor = (node, "output") if at < 0 else (node.children[at], "input")
-    return Difference(at_node, tensor, path, got, expected, limit, node, earlier[-1] if earlier else None, source)
-
-
-def _gave(child: Node, expected: Tensor) -> bool:
-    return any(x.shape == expected.shape and torch.equal(x, expected) for _, x in tensors_in(child.output))
