@@ -62,12 +62,12 @@ def _why(verdict: Any) -> str:
     return " ".join(verdict.notes) if first is None else f"{first.site}: {first.fault_class}: {first.evidence}"
 
 
-def cost(subject: ns.Subject, name: str) -> list[dict[str, Any]]:
+def cost(subject: ns.Subject, name: str, runs: str) -> list[dict[str, Any]]:
     """Seconds and forwards of `auto`: its first call, the next one, and the quick one."""
     found = []
-    for run, quick in (("first", False), ("warm", False), ("quick", True)):
+    for run in runs.split(","):
         start, used = time.perf_counter(), time.process_time()
-        verdict = ns.locate(subject, quick=quick)
+        verdict = ns.locate(subject, quick=run == "quick")
         row = {
             "model": name,
             "run": run,
@@ -84,12 +84,12 @@ def cost(subject: ns.Subject, name: str) -> list[dict[str, Any]]:
 
 def costs(options: argparse.Namespace) -> list[dict[str, Any]]:
     if options.device == "cpu":
-        return cost(ns.load(options.model, dtype="bfloat16"), Path(options.model).name)
+        return cost(ns.load(options.model, dtype="bfloat16"), Path(options.model).name, options.runs)
     shapes = {"1.5B": {}, "7B": SEVEN}
     return [
         row
         for shape in filter(None, options.shapes.split(","))
-        for row in cost(qwen(options.device, **shapes[shape]), f"Qwen2.5-{shape}'s shape")
+        for row in cost(qwen(options.device, **shapes[shape]), f"Qwen2.5-{shape}'s shape", options.runs)
     ]
 
 
@@ -98,6 +98,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--model", default="demo", help="whose cost is measured on a CPU")
     parser.add_argument("--shapes", default="1.5B", help="1.5B, 7B: whose cost is measured on a GPU; '' for none")
+    parser.add_argument("--runs", default="first,warm,quick", help="calls whose cost is measured, with commas")
     parser.add_argument("--seeds", type=int, default=10, help="prompts of each healthy model")
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--methods", default="auto", help="with commas")

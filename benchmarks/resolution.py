@@ -30,8 +30,9 @@ import noisescope as ns
 from noisescope.localization import audit as audit_module
 from noisescope.localization.call_tree import Node
 from noisescope.localization.host_copies import host_copy, is_state, leaves_in, own_state, set_state, tensors_in
-from noisescope.localization.host_twin import Comparison, HostTwin
+from noisescope.localization.host_twin import HostTwin
 from noisescope.localization.resolution import Resolution, percent_of
+from noisescope.localization.twin_comparison import Comparison
 
 _CALLS, _RUNS = 10, 50  # of one class in one model, and healthy runs of each
 _STATED = 2.6e-12  # two-sided tail of 7 standard deviations

@@ -4,10 +4,11 @@
     python benchmarks/scale.py --parts screen,noise --shapes 32B -o large.json
     python benchmarks/scale.py --parts host --shapes 32B -o host.json         # 24 GiB of the GPU, weights on the host
     python benchmarks/scale.py --parts disk --shapes 7B -o disk.json          # the same, weights on disk
+    python benchmarks/scale.py --plot diagnosis.json large.json -o growth.svg
 
 | part | measures |
 |---|---|
-| diagnosis | a standard diagnosis: seconds, forwards, the seconds of as many clean forwards, peak memory by measure |
+| diagnosis | a standard diagnosis: seconds, seconds of its own forwards at clean speed, peak memory by measure |
 | screen | the same of a screen |
 | noise | noise on all linears over a clean forward, in interleaved pairs with a clean/clean arm, eager |
 | graph | the same by CUDA-graph replay |
@@ -31,6 +32,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from overhead import _sync, _SyncScoped, compare, device_seconds, replayed
@@ -38,6 +40,7 @@ from recording import Recorded, _seconds
 
 import noisescope as ns
 from noisescope import api
+from noisescope.probe.prefix import first_noisy_block
 from noisescope.runs.trial_runner import TrialRunner
 
 GIB = 2**30
@@ -54,6 +57,7 @@ SHAPES: dict[str, dict[str, Any]] = {
              "num_key_value_heads": 2, "tie_word_embeddings": False, "vocab_size": 512},
 }  # fmt: skip
 VOCABULARY = 151936
+GROWTH = "seconds_per_billion_parameters_and_forward"
 NOISE = ns.Injection(ns.Gaussian(0.05), operators={"linear"}, phases={"forward"})
 
 
@@ -97,6 +101,7 @@ class ByMeasure:
     def __init__(self) -> None:
         self.found: dict[str, dict[str, float]] = {}
         self.errors: list[str] = []
+        self.trials: list[Any] = []
         self._last = ""
 
     def row(self, measure: str) -> dict[str, float]:
@@ -118,6 +123,7 @@ class ByMeasure:
 
     def step(self, trial: Any, result: Any, seconds: float) -> None:
         row = self.row(trial.measure)
+        self.trials.append(trial)
         row["trials"] += 1
         row["seconds"] = round(row["seconds"] + seconds, 3)
         if result.error:
@@ -138,7 +144,7 @@ def diagnosed(subject: ns.Subject, options: argparse.Namespace, effort: str) -> 
     seconds = time.perf_counter() - started
     progress.read_peak()
     forwards = report["run"]["cost"]["forwards"]
-    clean = clean_seconds(subject, batches, options)
+    own, clean = own_seconds(subject, batches, options, progress.trials)
     most = max(row["peak_gib"] for row in progress.found.values())
     weights = weight_bytes(subject.model) / GIB
     parameters = sum(p.numel() for p in subject.model.parameters())
@@ -146,33 +152,67 @@ def diagnosed(subject: ns.Subject, options: argparse.Namespace, effort: str) -> 
         "seconds": seconds,
         "forwards": forwards,
         "clean_forward_seconds": clean,
-        "ratio": seconds / (forwards * clean),
-        "seconds_per_billion_parameters_and_forward": seconds / forwards / parameters * 1e9,
+        "own_forwards_seconds": own,
+        "ratio": seconds / own,
+        GROWTH: seconds / forwards / parameters * 1e9,
         "peak_gib": most,
         "weights_gib": weights,
         "limit_gib": 1.25 * weights + 12,
         "within_limit": most <= 1.25 * weights + 12,
         "by_measure": progress.found,
-        "errors": progress.errors,
+        "errors": sorted(set(progress.errors)),
         "notes": list(report["run"]["notes"]),
     }
 
 
+# Passes over the model for each sample beside those of `score`; a backward counts as one, and so does a block that
+# backward computes again.
+PASSES = {
+    "screen": lambda settings: 1 + 2 * settings["draws"],
+    "formats": lambda settings: 1 + 2 * settings["draws"],
+    "gradients": lambda settings: 3,
+    "curvature": lambda settings: 6 * settings["probes"],
+    "capture": lambda settings: 1,
+}
+
+
 @torch.no_grad()
-def clean_seconds(subject: ns.Subject, batches: list[torch.Tensor], options: argparse.Namespace) -> float:
-    """Seconds of one clean forward of all samples with their logits, as scoring lays them out; median of three."""
+def own_seconds(
+    subject: ns.Subject, batches: list[torch.Tensor], options: argparse.Namespace, trials: list[Any]
+) -> tuple[float, float]:
+    """Seconds of the forwards that trials ran, each from its first noisy block on, at clean speed; and of a whole one.
+
+    Clean forwards of a slice from several blocks on are timed (median of three), laid out as in scoring; those between
+    are interpolated. What runs once for all blocks, such as the product with 152,000 tokens, is in each of them.
+    """
     prepared = api.prepare_diagnosis(subject, batches, samples=options.samples, metric="agreement", effort="screen")
-    times = []
+    last = len(subject.anatomy.blocks) - 1
+    starts = sorted({round(share * last) for share in (0, 0.25, 0.5, 0.75, 1)})
     with TrialRunner(subject, prepared.materials) as runner:
-        laid_out = [batch for part in prepared.context.test for batch in runner.batches(part, size=10)]
-        for _ in range(4):
-            wait()
-            started = time.perf_counter()
-            for batch in laid_out:
-                runner.forward(batch)
-            wait()
-            times.append(time.perf_counter() - started)
-    return statistics.median(times[1:])
+        part = prepared.context.test[0]
+        size = part.stop - part.start
+        medians = []
+        for start in starts:
+            times = []
+            for _ in range(4):
+                laid_out = runner.clean(part).batches
+                wait()
+                began = time.perf_counter()
+                for number, batch in enumerate(laid_out):
+                    for _ in runner._pieces(batch, start, number):
+                        pass
+                wait()
+                times.append(time.perf_counter() - began)
+            medians.append(statistics.median(times[1:]) / size)
+    own = 0.0
+    for trial in trials:
+        samples = trial.slice.stop - trial.slice.start
+        if trial.measure == "score":
+            start = 0 if trial.injection is None else first_noisy_block(trial.injection, subject.anatomy)
+            own += samples * float(np.interp(start, starts, medians))
+        else:
+            own += samples * medians[0] * PASSES[trial.measure](trial.settings)
+    return own, medians[0] * options.samples
 
 
 def part_diagnosis(shape: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -231,7 +271,7 @@ def part_record(shape: str, options: argparse.Namespace) -> dict[str, Any]:
         rows = compare({"recording": recorded}, plain, max(3, options.pairs // 4), seconds)
         spent = statistics.median(recorded.seconds() for _ in range(3)) / 4
     parameters = sum(p.numel() for p in model.parameters())
-    return {"rows": rows, "seconds_per_billion_parameters_and_forward": spent / parameters * 1e9}
+    return {"rows": rows, GROWTH: spent / parameters * 1e9}
 
 
 def part_locate(shape: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -245,7 +285,7 @@ def part_locate(shape: str, options: argparse.Namespace) -> dict[str, Any]:
         "seconds": seconds,
         "forwards": verdict.forwards,
         "verdict": verdict.verdict,
-        "seconds_per_billion_parameters_and_forward": seconds / verdict.forwards / parameters * 1e9,
+        GROWTH: seconds / verdict.forwards / parameters * 1e9,
         "peak_gib": peak() / GIB,
     }
 
@@ -305,6 +345,33 @@ def streamed(subject: ns.Subject, options: argparse.Namespace) -> dict[str, Any]
             torch.cuda.set_per_process_memory_fraction(1.0)
 
 
+def plot(files: list[Path], target: Path) -> None:
+    """Time per parameter and forward over parameters, a line for each part that has it."""
+    from matplotlib.figure import Figure
+
+    found: dict[str, dict[float, float]] = {}
+    for file in files:
+        for name, row in json.loads(file.read_text(encoding="utf-8")).items():
+            part, _, shape = name.partition(" ")
+            if isinstance(row, dict) and GROWTH in row and shape in SHAPES:
+                found.setdefault(part, {})[float(shape.removesuffix("B"))] = row[GROWTH]
+    figure = Figure(figsize=(6, 3.6), layout="constrained")
+    axes = figure.subplots()
+    for part, line in sorted(found.items()):
+        sizes = sorted(line)
+        axes.loglog(sizes, [line[size] for size in sizes], "o-", label=part)
+    axes.set_xticks(sizes := sorted({size for line in found.values() for size in line}), [f"{s:g}B" for s in sizes])
+    axes.set_xticks([], minor=True)
+    for which in ("major", "minor"):
+        axes.yaxis.set_tick_params(which=which, labelsize="small")
+        getattr(axes.yaxis, f"set_{which}_formatter")("{x:g}")
+    axes.set_xlabel("parameters")
+    axes.set_ylabel("seconds per billion parameters and forward")
+    axes.grid(visible=True, alpha=0.3)
+    axes.legend()
+    figure.savefig(target)
+
+
 PARTS = {name.removeprefix("part_"): function for name, function in list(globals().items()) if name[:5] == "part_"}
 
 
@@ -318,8 +385,12 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--gib", type=float, default=24.0, help="GPU memory for host and disk")
     parser.add_argument("--folder", help="where the checkpoint for disk is written")
+    parser.add_argument("--plot", type=Path, nargs="+", help="draw growth from these results, and measure nothing")
     parser.add_argument("-o", "--output", type=Path)
     options = parser.parse_args()
+    if options.plot:
+        plot(options.plot, options.output or Path("growth.svg"))
+        return
     machine = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
     found: dict[str, Any] = {
         "machine": machine,
