@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import random
+import sqlite3
 import time
 from pathlib import Path
 from typing import Any
@@ -244,14 +246,22 @@ def test_killed_at_any_moment_and_resumed(tmp_path: Path, conclusions: Any) -> N
             time.sleep(0.01)
         return process
 
-    process, started = begin(tmp_path / "whole"), time.monotonic()
+    def stored(folder: Path) -> int:
+        with contextlib.closing(sqlite3.connect(f"file:{folder / 'run.sqlite'}?mode=ro", uri=True)) as db:
+            try:
+                return int(db.execute("SELECT count(*) FROM trials").fetchone()[0])
+            except sqlite3.OperationalError:  # its tables are not there yet
+                return 0
+
+    process = begin(tmp_path / "whole")
     process.join()
-    seconds, dice = time.monotonic() - started, random.Random(5)
     assert process.exitcode == 0
+    trials, dice = stored(tmp_path / "whole"), random.Random(5)
     finished: set[str] = set()
-    for _ in range(3):
-        process = begin(tmp_path / "killed")
-        time.sleep(dice.uniform(0, seconds / 4))
+    for part in (0.25, 0.5, 0.75):  # by trials, not by seconds, which other work on the machine changes
+        process, wanted = begin(tmp_path / "killed"), dice.uniform(part - 0.25, part) * trials
+        while process.is_alive() and stored(tmp_path / "killed") < wanted:
+            time.sleep(0.001)
         process.kill()
         process.join()
         with Store(tmp_path / "killed", create=False) as store:
