@@ -18,6 +18,7 @@ best rival" is picked by the sequences it is measured on, which favours the riva
 from __future__ import annotations
 
 import argparse
+import functools
 import tempfile
 import time
 from collections.abc import Mapping
@@ -41,6 +42,7 @@ from noisescope.model.loading import Subject
 from noisescope.plans.precision import Budget, Module, Plan, optimal_plan, random_plans, uniform_plan
 from noisescope.plans.precision_results import Verification
 from noisescope.plans.refinement import Refinement
+from noisescope.runs.calibrated_plans import input_squares
 from noisescope.runs.store import Store
 from noisescope.runs.trial_runner import LocalExecutor, NoProgress, TrialRunner, run_waves
 from noisescope.trials import Slice, Trial
@@ -64,7 +66,8 @@ class Bench:
 
     def kl(self, plans: Mapping[str, Mapping[str, str]], frame: StudyContext) -> dict[str, np.ndarray]:
         """KL of each sequence under each assignment."""
-        question = Verification({name: plan_injection(chosen) for name, chosen in plans.items()})
+        samples = self.calibration.test[0]
+        question = Verification({name: plan_injection(chosen, samples) for name, chosen in plans.items()})
         return {name: found.kl for name, found in self.settle(question, frame).plans.items()}
 
     def one_at_a_time(self, modules: list[Module]) -> dict[str, dict[str, float]]:
@@ -115,9 +118,8 @@ def plans_at(bench: Bench, modules: list[Module], rivals: dict[str, list[Module]
     screen = optimal_plan(modules, budget)
     started = time.perf_counter()
     samples = bench.calibration.test[0]
-    refined = bench.settle(
-        Refinement(modules, budget, screen, options.rounds, samples, plan_injection), bench.calibration
-    )
+    carried_out = functools.partial(plan_injection, samples=samples)
+    refined = bench.settle(Refinement(modules, budget, screen, options.rounds, samples, carried_out), bench.calibration)
     found = {"screen": screen, "refined": refined.plan}
     facts = {"calibration_kl": refined.measured, "seconds": time.perf_counter() - started}
     for name, scored in rivals.items():
@@ -212,7 +214,8 @@ def main() -> None:
         names = [module.name for module in modules]
         since = time.perf_counter()
         tokens = [torch.tensor([group[0].ids], device=runner.device) for group in material.encoded.sequences[:count]]
-        scores = gradient_scores(subject.model, names, FORMATS, tokens)
+        squares = input_squares(runner, calibration.test[0])
+        scores = gradient_scores(subject.model, names, FORMATS, tokens, squares)
         timed("gradient scores", since)
         since = time.perf_counter()
         if "one at a time" not in options.without:
