@@ -67,7 +67,7 @@ class Bench:
     def kl(
         self, plans: Mapping[str, Mapping[str, str]], frame: StudyContext, *, to_inputs: bool = True
     ) -> dict[str, np.ndarray]:
-        """KL of each sequence under each assignment; clipped ranges fit the inputs of linears, or their weights alone."""
+        """KL of each sequence under each assignment. Clipped ranges fit the inputs of linears, or weights alone."""
         samples = self.calibration.test[0] if to_inputs else None
         question = Verification({name: plan_injection(chosen, samples) for name, chosen in plans.items()})
         return {name: found.kl for name, found in self.settle(question, frame).plans.items()}
