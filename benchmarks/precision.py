@@ -18,9 +18,10 @@ best rival" is picked by the sequences it is measured on, which favours the riva
 from __future__ import annotations
 
 import argparse
+import functools
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ from noisescope.model.loading import Subject
 from noisescope.plans.precision import Budget, Module, Plan, optimal_plan, random_plans, uniform_plan
 from noisescope.plans.precision_results import Verification
 from noisescope.plans.refinement import Refinement
+from noisescope.runs.calibrated_plans import input_squares
 from noisescope.runs.store import Store
 from noisescope.runs.trial_runner import LocalExecutor, NoProgress, TrialRunner, run_waves
 from noisescope.trials import Slice, Trial
@@ -62,9 +64,12 @@ class Bench:
         )
         return question.conclude(frame, self.store)
 
-    def kl(self, plans: Mapping[str, Mapping[str, str]], frame: StudyContext) -> dict[str, np.ndarray]:
-        """KL of each sequence under each assignment."""
-        question = Verification({name: plan_injection(chosen) for name, chosen in plans.items()})
+    def kl(
+        self, plans: Mapping[str, Mapping[str, str]], frame: StudyContext, *, to_inputs: bool = True
+    ) -> dict[str, np.ndarray]:
+        """KL of each sequence under each assignment. Clipped ranges fit the inputs of linears, or weights alone."""
+        samples = self.calibration.test[0] if to_inputs else None
+        question = Verification({name: plan_injection(chosen, samples) for name, chosen in plans.items()})
         return {name: found.kl for name, found in self.settle(question, frame).plans.items()}
 
     def one_at_a_time(self, modules: list[Module]) -> dict[str, dict[str, float]]:
@@ -73,6 +78,16 @@ class Bench:
         kl = self.kl(alone, self.calibration)
         return {
             m.name: {f: float(kl[f"{m.name} {f}"].mean()) if f in FOUR_BITS else 0.0 for f in FORMATS} for m in modules
+        }
+
+    def clipped(self, names: Sequence[str]) -> dict[str, Any]:
+        """Every linear in int4_clipped on held-out sequences: ranges that fit inputs beside those that fit weights."""
+        plan = {"uniform": dict.fromkeys(names, "int4_clipped")}
+        inputs, weights = (self.kl(plan, self.test, to_inputs=to_inputs)["uniform"] for to_inputs in (True, False))
+        less = stats.mean(weights - inputs, countable=False)
+        return {
+            "kl": {"inputs": float(inputs.mean()), "weights": float(weights.mean())},
+            "less": {"value": less.value, "low": less.low, "high": less.high, "n": less.n},
         }
 
     def scored(self) -> list[Module]:
@@ -115,9 +130,8 @@ def plans_at(bench: Bench, modules: list[Module], rivals: dict[str, list[Module]
     screen = optimal_plan(modules, budget)
     started = time.perf_counter()
     samples = bench.calibration.test[0]
-    refined = bench.settle(
-        Refinement(modules, budget, screen, options.rounds, samples, plan_injection), bench.calibration
-    )
+    carried_out = functools.partial(plan_injection, samples=samples)
+    refined = bench.settle(Refinement(modules, budget, screen, options.rounds, samples, carried_out), bench.calibration)
     found = {"screen": screen, "refined": refined.plan}
     facts = {"calibration_kl": refined.measured, "seconds": time.perf_counter() - started}
     for name, scored in rivals.items():
@@ -166,7 +180,7 @@ def main() -> None:
     parser.add_argument("--calibration", type=int, default=32, help="sequences to choose on")
     parser.add_argument("--sequences", type=int, default=64, help="held-out sequences to measure on")
     parser.add_argument("--length", type=int, default=128, help="tokens of a sequence")
-    parser.add_argument("--bits", nargs="*", type=float, default=[4.5, 5.0])
+    parser.add_argument("--bits", nargs="*", type=float, default=[4.5, 5.0], help="none: clipped ranges alone")
     parser.add_argument("--random", type=int, default=50)
     parser.add_argument("--rounds", type=int, default=20, help="of refinement")
     parser.add_argument("--no-dither", dest="dithered", action="store_false")
@@ -206,13 +220,19 @@ def main() -> None:
         Store(Path(folder)) as store,
     ):
         bench = Bench(runner, store, calibration, test)
+        result["int4_clipped"] = bench.clipped([unit.module for unit in subject.anatomy.units if is_planned(unit)])
+        print(f"int4_clipped, ranges that fit inputs or weights: {result['int4_clipped']}", flush=True)
+        save(options.output, result)
+        if not options.bits:
+            return
         since = time.perf_counter()
         modules = bench.scored()
         timed("screen", since)
         names = [module.name for module in modules]
         since = time.perf_counter()
         tokens = [torch.tensor([group[0].ids], device=runner.device) for group in material.encoded.sequences[:count]]
-        scores = gradient_scores(subject.model, names, FORMATS, tokens)
+        squares = input_squares(runner, calibration.test[0])
+        scores = gradient_scores(subject.model, names, FORMATS, tokens, squares)
         timed("gradient scores", since)
         since = time.perf_counter()
         if "one at a time" not in options.without:

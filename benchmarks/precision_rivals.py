@@ -57,12 +57,18 @@ def calls_of(linears: Mapping[str, Any]) -> Iterator[dict[str, tuple[Tensor, Ten
 
 
 def gradient_scores(
-    model: Any, names: Sequence[str], formats: Sequence[str], tokens: Sequence[Tensor], *, seed: int = 0
+    model: Any,
+    names: Sequence[str],
+    formats: Sequence[str],
+    tokens: Sequence[Tensor],
+    squares: Mapping[str, Tensor],
+    *,
+    seed: int = 0,
 ) -> dict[str, Scores]:
     """The three scores that need gradients alone; a sample [1, T] at a time, for squares of its own gradient."""
     modules = dict(model.named_modules())
     linears = {name: modules[name] for name in names}
-    errors = {name: [rounding_error(linears[name], fmt) for fmt in formats] for name in names}
+    errors = {name: [rounding_error(linears[name], fmt, squares[name]) for fmt in formats] for name in names}
     kinds = ("HAWQ-like", "diagonal Fisher", "ModelOpt's score")
     sums = {name: torch.zeros(len(kinds), len(formats), device=tokens[0].device) for name in names}
     draw = torch.Generator(tokens[0].device).manual_seed(seed)
@@ -91,9 +97,10 @@ def gradient_scores(
     }
 
 
-def rounding_error(linear: Any, fmt: str) -> Tensor:
+def rounding_error(linear: Any, fmt: str, squares: Tensor) -> Tensor:
+    """Of the rounding that plans are carried out with: clipped ranges fit the linear's inputs."""
     weight = linear.weight.detach().float()
-    return quantise(weight, WEIGHT_FORMATS[fmt], weight=True) - weight
+    return quantise(weight, WEIGHT_FORMATS[fmt], weight=True, importance=squares) - weight
 
 
 # -- rules: linears get 8 bits in a fixed order, as long as the budget allows

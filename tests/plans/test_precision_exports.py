@@ -217,12 +217,23 @@ def test_llm_compressor_carries_a_plan_out(tmp_path: Path) -> None:
     """`oneshot` takes the recipe; every linear gets its scheme, and the outputs move as far as ours."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        compressor = pytest.importorskip("llmcompressor")
+        compressor, datasets = pytest.importorskip("llmcompressor"), pytest.importorskip("datasets")
         wanted = plan(*FORMATS, "int4_clipped")
         model().save_pretrained(tmp_path / "model")
         here = type(model()).from_pretrained(tmp_path / "model")
-        (tmp_path / "recipe.yaml").write_text(text(wanted, "llm-compressor"))
-        compressor.oneshot(model=here, recipe=str(tmp_path / "recipe.yaml"))
+        found = exported(wanted, "llm-compressor")
+        assert found.notes == (
+            "int4_clipped: call oneshot with a dataset, whose activations its observer counts errors by",
+        )
+        (tmp_path / "recipe.yaml").write_text(found.text)
+        rows = datasets.Dataset.from_dict({"input_ids": TOKENS.tolist()})
+        compressor.oneshot(
+            model=here,
+            recipe=str(tmp_path / "recipe.yaml"),
+            dataset=rows,
+            pipeline="basic",
+            processor=ns.load("demo").tokenizer,
+        )
         got = {n: m.quantization_scheme.weights for n, m in here.named_modules() if hasattr(m, "quantization_scheme")}
         moved = error(here(TOKENS).logits)
     bits = {"int3": 3, "int4": 4, "int4_asymmetric": 4, "int4_clipped": 4, "int8": 8, "fp8_e4m3": 8}

@@ -597,3 +597,18 @@ def test_clipped_integers_have_the_range_of_least_error(asymmetric):
     assert torch.equal(quantise(broken, Format("int4", "group", 64, clipped=True)).isnan(), broken.isnan())
     with pytest.raises(InvalidInput, match="has no range to choose: clipping is for int8, int4, int3"):
         Format("fp8_e4m3", "token", clipped=True)
+
+
+def test_a_range_is_chosen_for_the_errors_that_count():
+    """The largest value is kept where it counts, and gives way to the others where it does not."""
+    x = torch.randn(8, 70, generator=torch.Generator().manual_seed(3))
+    x[:, 5] = 6.0
+    fmt = Format("int4", "group", 35, asymmetric=True, clipped=True)
+    alike, others = torch.ones(70), torch.ones(70)
+    kept = alike.clone()
+    kept[5], others[5] = 1e6, 0.0
+    errors = [(quantise(x, fmt, weight=True, importance=counts) - x).abs() for counts in (kept, alike, others)]
+    largest = [float(error[:, 5].mean()) for error in errors]
+    rest = [float(error[:, torch.arange(70) != 5].square().mean()) for error in errors]
+    assert largest[0] < largest[2] / 3 and largest == sorted(largest) and rest == sorted(rest, reverse=True)
+    assert torch.equal(quantise(x, fmt, weight=True, importance=alike), quantise(x, fmt, weight=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -41,6 +42,7 @@ from noisescope.probe.formats import Format
 from noisescope.probe.noise import Gaussian
 from noisescope.progress import Phase, plan
 from noisescope.reports.saved_report import Report, diagnosis_of
+from noisescope.trials import Slice
 
 
 @takes_options(VerifyOptions, "data")
@@ -62,11 +64,15 @@ def verify_precision(subject: Subject, report: Report | Diagnosis, plan: Plan, o
     drawn = precision.random_plans(modules, plan.average_bits, options.random, seed=options.seed)
     rivals += [NamedPlan(f"random {i}", "random", one) for i, one in enumerate(drawn)]
     given = options.source(find_data(found) if options.data is None else None)
+    given = list(given) if isinstance(given, Iterator) else given  # read twice
+    scored = encode_data(subject, given, planned.prediction.n, options.max_tokens, which="test")[0]
     held_out, seen_before = _held_out(given, planned.prediction.n, options.samples)
     count, settings = options.samples, Settings(Gaussian(0.05), levels=("layer",), seeds=(0,))
     scoring = ScoringOptions(data=held_out, samples=count, max_tokens=options.max_tokens, slice=count)
     prepared = prepare_run(subject, scoring, settings)
-    question = Verification({rival.name: plan_injection(rival.plan.assignment) for rival in rivals})
+    prepared = replace(prepared, materials=(*prepared.materials, scored))
+    samples = Slice(scored.fingerprint, 0, len(scored))
+    question = Verification({rival.name: plan_injection(rival.plan.assignment, samples) for rival in rivals})
     run, verified = prepared.run(question, ExecutionOptions())
     own = verified.plans["plan"]
     rows = [_row(rival, verified.plans[rival.name], own) for rival in rivals]
@@ -93,7 +99,8 @@ def refine_precision(
     scoring = ScoringOptions(data=given, samples=count, max_tokens=options.max_tokens, slice=count)
     prepared = prepare_run(subject, scoring, Settings(Gaussian(0.05), levels=("layer",), seeds=(0,)))
     samples = prepared.context.test[0]
-    question = Refinement(modules, budget_of(options), plan, options.refine, samples, plan_injection)
+    carried_out = functools.partial(plan_injection, samples=samples)
+    question = Refinement(modules, budget_of(options), plan, options.refine, samples, carried_out)
     _, refined = prepared.run(question, ExecutionOptions())
     rounds = counted(len(refined.measured) - 1, "round")
     gain = f"mean KL {refined.measured[0]:.3g} to {refined.kl:.3g} on {counted(count, 'sample')}"

@@ -2,6 +2,8 @@
 
 Rounding is to nearest. Integers have one scale for each group of 64 weights along the input dimension; they are
 symmetric, but int4 comes with a zero point, too, and with that and a clipped range (`int4_asymmetric`, `int4_clipped`).
+A clipped range is chosen for the inputs of the linear: the squared error of a weight counts by the mean square of what
+it multiplies (input_squares.py; llama.cpp calls this an importance matrix). For fused experts all errors count alike.
 FP8 has one scale for each output channel; MXFP4 and NVFP4 have their own blocks (32 and 16). "bf16" stands for 16 bits.
 
 Two counts of bits: nominal (the number in the name, which budgets of average bits are of) and effective (with the share
@@ -40,13 +42,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from noisescope.errors import NothingInjected, unknown
+from noisescope.errors import InvalidInput, NothingInjected, unknown
 from noisescope.injection import Injection, Perturbation
 from noisescope.measures.fisher import GradientScreen
 from noisescope.model.anatomy import EXPERTS, MODULE, Anatomy, Unit, linear_weight
@@ -54,6 +56,7 @@ from noisescope.names_in_trial_ids import registered
 from noisescope.probe.formats import WEIGHT_GROUP, Format, quantise
 from noisescope.probe.recorded_call import RecordedCall
 from noisescope.sites import Site
+from noisescope.trials import Slice
 
 # The same names and group are in diagnosis/format_costs.py, which may not import torch; a test keeps them in sync.
 UNTOUCHED = "bf16"  # 16 bits: the module is left as it is
@@ -87,6 +90,44 @@ def effective_bits(name: str, inputs: int) -> float:
     return fmt.element_bits + (fmt.bits() - fmt.element_bits) * full / inputs
 
 
+@registered("noisescope.Calibrated")
+@dataclass(frozen=True)
+class Calibrated:
+    """A clipped format whose ranges fit the inputs that a linear has on some samples."""
+
+    format: Format
+    samples: Slice
+    importance: Tensor | None = field(default=None, compare=False, repr=False, metadata={"identity": False})
+
+    def __call__(self, tensor: Tensor, draw: Any) -> Tensor:
+        if self.importance is None:
+            raise InvalidInput(
+                "a calibrated format is carried out by a plan that is measured: it needs the inputs of each linear"
+            )
+        return round_weight(tensor, self)
+
+
+WeightFormat = Format | Calibrated
+
+
+def for_samples(fmt: Format, samples: Slice) -> WeightFormat:
+    """The format as a plan made on these samples carries it out."""
+    return Calibrated(fmt, samples) if fmt.clipped else fmt
+
+
+def with_inputs(fmt: WeightFormat, squares: Tensor | None) -> WeightFormat:
+    """The format with the mean squares of a linear's inputs, where it counts them; without any all count alike."""
+    if not isinstance(fmt, Calibrated):
+        return fmt
+    return fmt.format if squares is None else replace(fmt, importance=squares)
+
+
+def round_weight(weight: Tensor, fmt: WeightFormat) -> Tensor:
+    if isinstance(fmt, Calibrated):
+        return quantise(weight, fmt.format, weight=True, importance=fmt.importance)
+    return quantise(weight, fmt, weight=True)
+
+
 @registered("noisescope.PerModule")
 @dataclass(frozen=True)
 class PerModule:
@@ -101,9 +142,13 @@ class PerModule:
         raise TypeError("a PerModule holds one perturbation per module of an Injection: call .at(site) to get one")
 
 
-def plan_injection(assignment: Mapping[str, str]) -> Injection | None:
-    """The injection that rounds each weight to its format where it is used; None if all keep 16 bits."""
-    rounded = {module: weight_format(name) for module, name in sorted(assignment.items()) if name != UNTOUCHED}
+def plan_injection(assignment: Mapping[str, str], samples: Slice | None = None) -> Injection | None:
+    """The injection that rounds each weight to its format where it is used; None if all keep 16 bits.
+
+    `samples` are those that formats were scored on: clipped ranges fit their inputs. Without any they fit the weights.
+    """
+    formats = {module: weight_format(name) for module, name in sorted(assignment.items()) if name != UNTOUCHED}
+    rounded = formats if samples is None else {name: for_samples(fmt, samples) for name, fmt in formats.items()}
     if not rounded:
         return None
     return Injection(
@@ -196,9 +241,16 @@ class FormatScreen(SampleCosts):
 
     nothing_seen = "no linear in a block has a weight that can be rounded, so there is nothing to plan"
 
-    def __init__(self, model: nn.Module, formats: Mapping[str, Format], *, anatomy: Anatomy | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        formats: Mapping[str, WeightFormat],
+        squares: Mapping[str, Tensor] | None = None,  # mean squares of inputs by module, for calibrated formats
+        *,
+        anatomy: Anatomy | None = None,
+    ) -> None:
         super().__init__(model, anatomy)
-        self.formats = dict(formats)
+        self.formats, self.squares = dict(formats), dict(squares or {})
         # weights of an output channel; of several matrices the greatest common divisor
         self.inputs: dict[Site, int] = {}
         self._modules = dict(self.model.named_modules())
@@ -221,14 +273,22 @@ class FormatScreen(SampleCosts):
         self.inputs[site] = math.gcd(self.inputs.get(site, 0), weight.shape[-1])
 
         def add(gradient: Tensor, x: Tensor, weight: Tensor) -> None:
-            self.recorded.append((site, self._predicted(weight, x, gradient, multiply)))
+            self.recorded.append((site, self._predicted(weight, x, gradient, multiply, self.squares.get(site.module))))
 
         self.on_gradient(call, y, (call.tensors[0], weight), add)
 
-    def _predicted(self, weight: Tensor, x: Tensor, g: Tensor, multiply: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    def _predicted(
+        self,
+        weight: Tensor,
+        x: Tensor,
+        g: Tensor,
+        multiply: Callable[[Tensor, Tensor], Tensor],
+        squares: Tensor | None = None,
+    ) -> Tensor:
         """Predicted KL of each sample and format [B, formats]; x [B, T, in] or [B * T, in], g likewise with out."""
         # Nothing here needs more digits than 16 bits have, and an accelerator multiplies these ten times as fast.
         dtype = torch.float32 if x.device.type == "cpu" or x.element_size() > 2 else torch.bfloat16
         x, g = x.to(dtype), g.float()
-        errors = (quantise(weight, fmt, weight=True).float() - weight.float() for fmt in self.formats.values())
+        formats = (with_inputs(fmt, squares) for fmt in self.formats.values())
+        errors = (round_weight(weight, fmt).float() - weight.float() for fmt in formats)
         return torch.stack([self.costs((multiply(x, error.to(dtype)) * g).sum(-1)) for error in errors], 1)

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 
 from noisescope.measures.divergence import kl_of_rows, row_blocks, widened
 from noisescope.measures.fisher import GradientScreen
-from noisescope.measures.format_costs import is_planned
+from noisescope.measures.format_costs import WeightFormat, is_planned, round_weight, with_inputs
 from noisescope.model.anatomy import MODULE, Anatomy, Unit, linear_weight
-from noisescope.probe.formats import Format, quantise
 from noisescope.probe.recorded_call import RecordedCall
 from noisescope.sites import Site
 
@@ -36,25 +35,26 @@ class FormatSlopes(GradientScreen):
     def __init__(
         self,
         model: nn.Module,
-        formats: Mapping[str, Format],
-        current: Mapping[str, Format],
+        formats: Mapping[str, WeightFormat],
+        current: Mapping[str, WeightFormat],
+        squares: Mapping[str, Tensor] | None = None,  # mean squares of inputs by module, for calibrated formats
         *,
         anatomy: Anatomy | None = None,
     ) -> None:
         super().__init__(model, anatomy)
-        self.formats, self.current = dict(formats), dict(current)
+        self.formats, self.current, self.squares = dict(formats), dict(current), dict(squares or {})
         self.sums: dict[Site, Tensor] = {}
 
     def reads(self, unit: Unit, operator: str) -> bool:
         return operator == "linear" and is_planned(unit) and unit.kind == MODULE  # experts get the rounded weight
 
     def read_gradient(self, call: RecordedCall, y: Tensor) -> None:
-        site, now = call.site, self.current.get(call.site.module)
+        site, now, squares = call.site, self.current.get(call.site.module), self.squares.get(call.site.module)
 
         def add(gradient: Tensor, x: Tensor, weight: Tensor) -> None:
-            used = weight if now is None else quantise(weight, now, weight=True)
+            used = weight if now is None else round_weight(weight, with_inputs(now, squares))
             of_weight = gradient.flatten(0, -2).float().T @ x.flatten(0, -2).float()
-            rounded = (quantise(weight, fmt, weight=True).float() for fmt in self.formats.values())
+            rounded = (round_weight(weight, with_inputs(fmt, squares)).float() for fmt in self.formats.values())
             found = torch.stack([((one - used.float()) * of_weight).sum() for one in rounded]).double()
             self.sums[site] = self.sums[site] + found if site in self.sums else found
 

@@ -11,7 +11,8 @@ json            the plan as it is
 
 Modules at 16 bits and lm_head stay as they are. The integers of llm-compressor and torchao use one more level than ours
 (-8 to 7), and GPTQ or AWQ round better than to nearest: the plan says which format, the tool how. `int4_clipped` is
-llm-compressor's observer "mse", and Q4_K of llama.cpp, which searches its scales; AutoRound clips where it tunes.
+llm-compressor's observer "imatrix_mse", which needs calibration data, and Q4_K of llama.cpp, which searches its scales,
+best with an importance matrix; AutoRound clips where it tunes.
 
 llama.cpp has groups of its own: 32 in Q8_0, Q4_0 and Q4_1 (8.5, 4.5 and 5 bits with scales); in Q4_K and Q3_K 32 and 16
 within blocks of 256 (4.5 and 3.44), which the inputs of a tensor have to be a multiple of.
@@ -99,7 +100,7 @@ def export_plan(plan: Plan, tool: str, modules: Sequence[Module]) -> Export:
     if tool not in _WRITERS:
         raise unknown("export", tool, TOOLS)
     rounded = _rounded(plan, tool, modules)
-    found, notes = _WRITERS[tool](plan, rounded), _notes(rounded)
+    found, notes = _WRITERS[tool](plan, rounded), _notes(tool, rounded)
     if tool in ("llm-compressor", "modelopt"):
         return Export(yaml.dump(found, Dumper=WithoutAnchors, sort_keys=False), notes)
     return Export(json.dumps(found, indent=1) + "\n", notes)
@@ -162,7 +163,7 @@ def _spellings(group: int) -> dict[str, dict[str, dict[str, Json]]]:
         "llm-compressor": {  # compressed-tensors' quantization arguments of a weight
             **{name: {"num_bits": bits, **to_int} for name, bits in SYMMETRIC.items()},
             "int4_asymmetric": to_asymmetric,
-            "int4_clipped": {**to_asymmetric, "observer": "mse"},
+            "int4_clipped": {**to_asymmetric, "observer": "imatrix_mse"},
             "fp8_e4m3": {"num_bits": 8, **to_float, "strategy": "channel"},
             "nvfp4": {"num_bits": 4, **to_float, "strategy": "tensor_group", "group_size": 16, **fp4_scales},
             "mxfp4": {"num_bits": 4, **to_float, "strategy": "group", "group_size": 32, **mx_scales},
@@ -192,17 +193,20 @@ def _weights(data_type: str, bits: int, symmetric: bool = True) -> dict[str, Jso
     return {"bits": bits, "data_type": data_type, "sym": symmetric, "act_bits": 16}
 
 
-def _notes(rounded: Sequence[RoundedModule]) -> tuple[str, ...]:
-    """One for each width that our groups do not divide."""
+def _notes(tool: str, rounded: Sequence[RoundedModule]) -> tuple[str, ...]:
+    """One for each width that our groups do not divide, and one where the tool needs calibration data."""
     narrow: dict[tuple[int, int], list[str]] = {}
     for one in rounded:
         if one.format in INTEGERS and one.group != GROUP:
             narrow.setdefault((one.inputs, one.group), []).append(one.module)
-    return tuple(
+    notes = [
         f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {width} inputs are not a multiple of "
         f"{GROUP}, so the file uses groups of {group} there ({16 / group:g} bits of scales per weight)"
         for (width, group), names in narrow.items()
-    )
+    ]
+    if tool == "llm-compressor" and any(one.format == "int4_clipped" for one in rounded):
+        notes.append("int4_clipped: call oneshot with a dataset, whose activations its observer counts errors by")
+    return tuple(notes)
 
 
 def _recipe(plan: Plan, rounded: Sequence[RoundedModule]) -> dict[str, Json]:

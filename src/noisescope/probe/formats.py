@@ -11,7 +11,8 @@ int8, int4, int3    s = a / Q, Q = 2^(b-1) - 1 = 127, 7, 3                  s * 
 asymmetric int      s = (h - l) / R, R = 2^b - 1, l = min(x, 0),            s * (clamp(round(x / s) + z, 0, R) - z)
                     h = max(x, 0), z = round(-l / s)
 clipped int         the same of r a, or of r l and r h, with the r of       the same
-                    1, 0.95 ... 0.65 whose squared error is least
+                    1, 0.95 ... 0.65 whose squared error is least; each
+                    error may count by an `importance` of its own
 mxfp4               s = 2^(floor(log2 a) - 2) as E8M0, blocks of 32         s * e2m1(x / s)
 nvfp4               s = t * e4m3((a / 6) / t), blocks of 16,                s * e2m1(x / s)
                     t = (a of the whole tensor) / (448 * 6)
@@ -160,8 +161,13 @@ def format_on(name: str, on: str, *, group_size: int | None = None, asymmetric: 
     return Format(name, None if unscaled else "token", asymmetric=asymmetric)
 
 
-def quantise(tensor: torch.Tensor, fmt: Format | str, *, weight: bool = False) -> torch.Tensor:
-    """A new tensor: ``tensor`` rounded to ``fmt`` (see the module's table). ``weight`` only matters for "channel"."""
+def quantise(
+    tensor: torch.Tensor, fmt: Format | str, *, weight: bool = False, importance: torch.Tensor | None = None
+) -> torch.Tensor:
+    """A new tensor: ``tensor`` rounded to ``fmt`` (see the module's table). ``weight`` only matters for "channel".
+
+    ``importance`` [last dimension] is how much a squared error counts where a clipped range is chosen.
+    """
     fmt = fmt if isinstance(fmt, Format) else Format(fmt)
     if not tensor.is_floating_point():
         raise InvalidInput(f"a number format needs a floating-point tensor, got dtype {tensor.dtype}")
@@ -187,19 +193,23 @@ def quantise(tensor: torch.Tensor, fmt: Format | str, *, weight: bool = False) -
     finite = x.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
     low, high = finite.amin(dim, keepdim=True), finite.amax(dim, keepdim=True)  # [blocks, 1] or [1, channels]
     amax = torch.maximum(-low, high)
-    rows = (last + pad) // width if fmt.granularity == "token" else None  # nvfp4: blocks of a token
+    blocks = (last + pad) // width if fmt.granularity == "token" else None  # nvfp4: those of a token
 
     def rounded(part: float) -> torch.Tensor:
         if fmt.asymmetric:
             return _asymmetric(x, part * low, part * high, fmt.element_bits)
-        return _scaled(x, part * amax, fmt.name, blocks=rows)
+        return _scaled(x, part * amax, fmt.name, blocks=blocks)
 
     y = rounded(1.0)
     if fmt.clipped:
-        least = (y - finite).square().sum(dim, keepdim=True)
+        counts = x.new_ones(())
+        if importance is not None:
+            counts = torch.nn.functional.pad(importance.to(x), (0, pad))
+            counts = counts.repeat(x.numel() // len(counts)).reshape(x.shape)
+        least = ((y - finite).square() * counts).sum(dim, keepdim=True)
         for part in _CLIPPED:
             other = rounded(part)
-            error = (other - finite).square().sum(dim, keepdim=True)
+            error = ((other - finite).square() * counts).sum(dim, keepdim=True)
             y, least = torch.where(error < least, other, y), torch.minimum(error, least)
     if pad:
         y = y.reshape(-1, last + pad)[:, :last]

@@ -17,10 +17,12 @@ from noisescope.data.answers import answers_match
 from noisescope.errors import InvalidInput
 from noisescope.measures.fisher import GradientScreen, Screen
 from noisescope.measures.format_costs import (
+    Calibrated,
     FormatScreen,
     PerModule,
     count_block_parameters,
     effective_bits,
+    for_samples,
     planned_weights,
     weight_format,
 )
@@ -32,6 +34,7 @@ from noisescope.probe.inject import Probe, inject
 from noisescope.probe.recomputation import Recomputing
 from noisescope.probe.watch import selected_by
 from noisescope.runs.batches import CHOICE, SampleScores
+from noisescope.runs.calibrated_plans import calibrated, squares_for
 from noisescope.sites import Site, place_order
 from noisescope.trials import Result, Trial
 
@@ -55,7 +58,8 @@ def score(runner: TrialRunner, trial: Trial) -> Finish:
             for piece, logits in zip(batch.pieces, pieces, strict=True):
                 scores.add(piece, logits)
         return lambda: Result(*scores.by_sample())
-    probe = Probe(runner.model, trial.injection, anatomy=runner.anatomy, check=False)  # checked in finish(): that waits
+    injection = calibrated(runner, trial.injection)
+    probe = Probe(runner.model, injection, anatomy=runner.anatomy, check=False)  # checked in finish(): that waits
     counted = 0  # in one forward: how many forwards a slice takes is a matter of memory
     for piece, before, after in runner.noisy(part, probe):
         counted = counted or probe.tally.forward
@@ -74,7 +78,7 @@ def _injecting(runner: TrialRunner, trial: Trial) -> Iterator[Probe | None]:
     if trial.injection is None:
         yield None
         return
-    probe = inject(runner.model, trial.injection, anatomy=runner.anatomy)
+    probe = inject(runner.model, calibrated(runner, trial.injection), anatomy=runner.anatomy)
     with probe:
         yield probe
 
@@ -155,7 +159,9 @@ def format_screen(runner: TrialRunner, trial: Trial) -> Result:
 def formats(runner: TrialRunner, trial: Trial) -> Result:
     """Predicted KL of each weight format at each linear of the blocks: see measures/format_costs.py."""
     names = [str(name) for name in trial.settings["formats"]]
-    scope = FormatScreen(runner.model, {name: weight_format(name) for name in names}, anatomy=runner.anatomy)
+    asked = {name: for_samples(weight_format(name), trial.slice) for name in names}
+    squares = squares_for(runner, asked.values(), trial.slice)
+    scope = FormatScreen(runner.model, asked, squares, anatomy=runner.anatomy)
     samples, tokens = _send_gradients(runner, scope, trial, size=FORMAT_SAMPLES)
     position = {sample: at for at, sample in enumerate(samples)}
     sites = sorted(scope.sums, key=site_order)
@@ -206,8 +212,10 @@ def format_slopes(runner: TrialRunner, trial: Trial) -> Result:
     part, names = trial.slice, [str(name) for name in trial.settings["formats"]]
     plan = PerModule(()) if trial.injection is None else trial.injection.perturbation
     assert isinstance(plan, PerModule)
-    held = {module: fmt for module, fmt in plan.perturbations if isinstance(fmt, Format)}
-    scope = FormatSlopes(runner.model, {n: weight_format(n) for n in names}, held, anatomy=runner.anatomy)
+    held = {module: fmt for module, fmt in plan.perturbations if isinstance(fmt, (Format, Calibrated))}
+    asked = {name: for_samples(weight_format(name), part) for name in names}
+    squares = squares_for(runner, asked.values(), part)
+    scope = FormatSlopes(runner.model, asked, held, squares, anatomy=runner.anatomy)
     samples = runner.materials[part.data].samples(part)
     divergence, tokens = np.zeros(len(samples)), np.zeros(len(samples))
     for batch in runner.batches(part, size=2 * FORMAT_SAMPLES, whole=True):

@@ -12,7 +12,7 @@ import gc
 import inspect
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -70,6 +70,7 @@ class TrialRunner:
         self.reuse: bool | None = None  # whether prefixes may be reused: tried on the first slice
         self.forwards = 0.0  # of one sequence, in parts where blocks were passed by; a backward counts as one, too
         self.notes: list[str] = []
+        self.squares: dict[Slice, Mapping[str, Tensor]] = {}  # runs/calibrated_plans.py
         self._clean: Clean | None = None
         self._batch_size: int | None = None  # samples at once; None: a whole slice
         self.room = Room.on(self.model, self.anatomy, self.device, memory)
