@@ -266,3 +266,11 @@ def test_a_screen_alone_injects_nothing() -> None:
     report = api.diagnose(ns.wrap(sharp()), BATCHES, perturbation="nvfp4", effort="screen", **QUICK)
     rows = report.diagnosis.layer_analysis.layers
     assert all(row.evidence == "predicted" and np.isfinite(row.nats) for row in rows)
+
+
+def test_samples_of_a_mixture_have_predictions_of_their_own() -> None:
+    """Rows of fused experts are sorted by expert; a standard error needs to know whose they are."""
+    report = api.diagnose(ns.wrap(sharp("mixtral")), BATCHES, effort="screen", levels=("layer",), **QUICK)
+    experts = [row for row in report.diagnosis.format_scores.modules if row.module.endswith("experts")]
+    assert len(experts) == 3
+    assert all(row.formats["int4"].standard_error > 0.05 * row.formats["int4"].predicted_kl for row in experts)
