@@ -141,6 +141,14 @@ def test_routers_and_fused_experts_get_no_adapters() -> None:
     assert len(wanted) == 2 * 4 and all("self_attn" in name for name in wanted)
 
 
+def test_problems_that_are_cut_are_counted(home: Path, tmp_path: Path) -> None:
+    report = api.phases(**asked(home, arms=("none",), lora=0, steps=1, max_tokens=8), output=tmp_path)
+    assert {
+        "training: 18 of 18 items are longer than 8 tokens (--max-tokens) and lost their beginning",
+        "testing: 6 of 6 items are longer than 8 tokens (--max-tokens) and lost their beginning",
+    } <= set(report["could_not_see"])
+
+
 def test_training_learns(make: Any, tmp_path: Path) -> None:
     """With a high rate and every weight the loss of the answers falls."""
     task = make(lora=0, epochs=10, rate=3e-3)
@@ -246,6 +254,7 @@ def test_rewards_train_your_model(home: Path, tmp_path: Path) -> None:
     (["--held-out", "{data}"], "needs --model"),
     (["--generate"], "needs --model"),
     (["--model", "demo", "--data", "{data}", "--layers", "2"], "trained from scratch"),
+    (["--model", "demo", "--data", "{data}", "--start", "scratch"], "from its weights"),
     (["--model", "demo", "--data", "{data}", "--answer-field", "say"], "needs --prompt-field"),
 ])  # fmt: skip
 def test_what_the_command_refuses(home: Path, options: list[str], why: str) -> None:

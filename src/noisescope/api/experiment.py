@@ -176,6 +176,7 @@ def conclude(designs: Mapping[str, Design], store: Store, scale: float, *, run: 
     notes = [f"failed: {failure}" for failure in failures]
     notes += [f"{row.name}: {row.estimate.note}" for row in hypotheses if row.verdict == UNMEASURABLE]
     notes += [note for one in designs.values() for arm in one.arms if (note := rounding(one, arm))]
+    notes += [note for one in designs.values() if isinstance(one.task, Tuning) for note in one.task.cut()]
     missing = of_all - trained - len(failures)
     if missing:
         notes.append(f"{missing} of {of_all} trainings are not done yet: run the same command again")

@@ -7,6 +7,7 @@ merged into the weights before a test, as they are when a model is served.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -115,6 +116,12 @@ class Tuning:
 
     def tokenizer(self) -> Any:
         return self.files.tokenizer
+
+    def cut(self) -> list[str]:
+        """Which problems are longer than allowed, as sentences; rewards are for whole ones."""
+        parts = {"training": self.files.train, "testing": self.files.test} if self.method == "supervised" else {}
+        read = functools.partial(tokenised.encode, tokenizer=self.tokenizer(), max_tokens=self.max_tokens)
+        return [f"{use}: {note}" for use, data in parts.items() for note in read(data).notes]
 
     @torch.no_grad()
     def held_out_loss(self, loop: TuningLoop) -> float:
