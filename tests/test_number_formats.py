@@ -217,12 +217,44 @@ def test_a_format_may_be_given_as_a_value() -> None:
     assert context.settings.question.name == "int8 KV cache (asymmetric), groups of 16"
 
 
-def test_fused_experts_are_injected_and_said_to_have_no_prediction() -> None:
-    report = api.diagnose(
-        ns.wrap(sharp("mixtral")), BATCHES, perturbation="int4", levels=("operator", "layer"), **QUICK
-    )
-    assert any("of fused experts have no prediction" in limit for limit in report.diagnosis.could_not_see)
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
+def test_fused_experts_that_have_no_prediction_are_named(implementation: str) -> None:
+    model = sharp("mixtral")
+    model.config._experts_implementation = implementation
+    report = api.diagnose(ns.wrap(model), BATCHES, perturbation="int4", levels=("operator", "layer"), **QUICK)
+    named = any("3 sites of fused experts have no prediction" in limit for limit in report.diagnosis.could_not_see)
+    assert named == (implementation == "batched_mm")
     assert report.diagnosis.operator_analysis["linear"].injected
+
+
+def test_a_sample_that_is_not_finite_leaves_the_others_measured() -> None:
+    """One token's embedding is infinite, as in a model that overflows in 16 bits."""
+    model = sharp()
+    with torch.no_grad():
+        model.model.embed_tokens.weight[7] = torch.inf
+    batches = [torch.where(batch == 7, 8, batch) for batch in BATCHES]
+    whole = api.diagnose(ns.wrap(model), batches[1:], perturbation="int4", effort="screen", **QUICK)
+    batches[0] = batches[0].index_fill(1, torch.tensor([4]), 7)
+    for options in ({"perturbation": "int4", "effort": "screen"}, {"effort": "screen"}, {"perturbation": "int4"}, {}):
+        report = api.diagnose(ns.wrap(model), batches, **QUICK, **options)
+        report.to_json()
+        found = report.diagnosis
+        assert found.format_scores.n == 5
+        assert found.format_scores.uniform["int4"].predicted_kl == pytest.approx(
+            whole.diagnosis.format_scores.uniform["int4"].predicted_kl, rel=0.5
+        )
+        assert "locate" in found.executive_summary.next_step
+
+
+def test_a_model_that_is_never_finite_is_reported() -> None:
+    model = sharp()
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[0, 0] = torch.nan
+    for options in ({"perturbation": "int4", "effort": "screen"}, {}):
+        report = api.diagnose(ns.wrap(model), BATCHES, **QUICK, **options)
+        report.to_json()
+        assert "NaN or infinity on every sample" in report.diagnosis.could_not_see[0]
+        assert "54 tokens are NaN or infinite" in report.diagnosis.executive_summary.next_step
 
 
 def test_a_screen_alone_injects_nothing() -> None:
@@ -234,3 +266,11 @@ def test_a_screen_alone_injects_nothing() -> None:
     report = api.diagnose(ns.wrap(sharp()), BATCHES, perturbation="nvfp4", effort="screen", **QUICK)
     rows = report.diagnosis.layer_analysis.layers
     assert all(row.evidence == "predicted" and np.isfinite(row.nats) for row in rows)
+
+
+def test_samples_of_a_mixture_have_predictions_of_their_own() -> None:
+    """Rows of fused experts are sorted by expert; a standard error needs to know whose they are."""
+    report = api.diagnose(ns.wrap(sharp("mixtral")), BATCHES, effort="screen", levels=("layer",), **QUICK)
+    experts = [row for row in report.diagnosis.format_scores.modules if row.module.endswith("experts")]
+    assert len(experts) == 3
+    assert all(row.formats["int4"].standard_error > 0.05 * row.formats["int4"].predicted_kl for row in experts)

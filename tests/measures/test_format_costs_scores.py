@@ -164,13 +164,14 @@ def test_16_bit_products_of_an_accelerator_give_the_same_scores() -> None:
     weight = (torch.randn(256, 512, generator=draw) / 16).bfloat16()
     x = torch.randn(4, 64, 512, generator=draw).bfloat16()
     g = (torch.randn(4, 64, 256, generator=draw) / 10).bfloat16()
-    screen = FormatScreen(tiny_model("llama"), WEIGHT_FORMATS)
+    model = tiny_model("llama")
+    screen, unit = FormatScreen(model, WEIGHT_FORMATS), next(unit for unit in dissect(model).units if is_planned(unit))
     screen.samples = torch.arange(4)
 
     def product(x: torch.Tensor, error: torch.Tensor) -> torch.Tensor:
         assert x.dtype == (torch.bfloat16 if x.is_cuda else torch.float32)
         return x @ error.T
 
-    host = screen._predicted(weight, x, g, product)
-    device = screen._predicted(weight.cuda(), x.cuda(), g.cuda(), product)
+    host = screen._predicted(weight, x, g, product, unit)
+    device = screen._predicted(weight.cuda(), x.cuda(), g.cuda(), product, unit)
     torch.testing.assert_close(device.cpu(), host, rtol=0.02, atol=1e-9)

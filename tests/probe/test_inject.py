@@ -415,6 +415,19 @@ def test_a_format_that_changes_nothing_raises(tokens, logits):
         logits(half, tokens)
 
 
+@pytest.mark.parametrize("exact", ["layers.1.", "q_proj"])
+def test_a_format_that_some_weights_have_already_is_no_error(exact, tokens, logits):
+    """Another layer's weights change, or those of another linear."""
+    model = tiny_model("llama")
+    with torch.no_grad():
+        for name, module in model.named_modules():
+            if exact in name and isinstance(module, torch.nn.Linear):
+                module.weight.copy_(ns.Format("int4", "group", 64)(module.weight, None))
+    with ns.inject(model, ns.Injection(ns.Format("int4", "group", 64), {"linear"}, {0, 1}, tensor="weight")) as tally:
+        logits(model, tokens)
+    assert tally.forward == 14
+
+
 def test_scale_zero_is_a_control_on_purpose(llama, tokens, logits):
     """Gaussian(0) fires everywhere and is not an error: it is the clean decomposed path."""
     with ns.inject(llama, ns.Injection(ns.Gaussian(0.0))) as tally:

@@ -11,16 +11,18 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import noisescope as ns
 from noisescope import api
 from noisescope.cli import app
 from noisescope.data.dataset import read_data
 from noisescope.demo import train, training_data
 from noisescope.errors import InvalidInput
 from noisescope.model.loading import load
+from noisescope.testing import tiny_model
 from noisescope.training import phases_experiment, schedules
 from noisescope.training.criteria import criteria
 from noisescope.training.phases_experiment import Arm, Design, Job
-from noisescope.training.tuning_task import Tuning, split, tuning
+from noisescope.training.tuning_task import Tuning, adapted, split, tuning
 
 PROBLEMS = [{"ask": f"Tom has {n} red apples. He gets 3 more. How many now?", "say": str(n + 3)} for n in range(2, 26)]
 
@@ -120,6 +122,33 @@ def test_only_adapters_are_trained_and_arms_differ_by_noise_alone(make: Any, tmp
     assert curves[0][0] == pytest.approx(curves[3][0], rel=1e-5)  # attention is unfused, and its loss the same
 
 
+def test_dropout_is_that_of_the_step(make: Any, tmp_path: Path) -> None:
+    """Whatever else drew random numbers: a training is made once more by its seed."""
+    task, losses = make(lora=0), []
+    for seed in (0, 1):
+        loop = task.begin(0, device="cpu", cache=tmp_path)
+        for module in loop.model.modules():
+            if hasattr(module, "attention_dropout"):
+                module.attention_dropout = 0.5
+        torch.manual_seed(seed)
+        losses.append([loop.advance()["answer"].item() for _ in range(2)])
+        assert torch.initial_seed() == seed
+    assert losses[0] == losses[1]
+
+
+def test_routers_and_fused_experts_get_no_adapters() -> None:
+    wanted = adapted(ns.wrap(tiny_model("mixtral")))
+    assert len(wanted) == 2 * 4 and all("self_attn" in name for name in wanted)
+
+
+def test_problems_that_are_cut_are_counted(home: Path, tmp_path: Path) -> None:
+    report = api.phases(**asked(home, arms=("none",), lora=0, steps=1, max_tokens=8), output=tmp_path)
+    assert {
+        "training: 18 of 18 items are longer than 8 tokens (--max-tokens) and lost their beginning",
+        "testing: 6 of 6 items are longer than 8 tokens (--max-tokens) and lost their beginning",
+    } <= set(report["could_not_see"])
+
+
 def test_training_learns(make: Any, tmp_path: Path) -> None:
     """With a high rate and every weight the loss of the answers falls."""
     task = make(lora=0, epochs=10, rate=3e-3)
@@ -194,9 +223,11 @@ def test_the_command_trains_your_model(home: Path, tmp_path: Path) -> None:
     command = f"experiment phases {words} --arms none,forward --seeds 1 --samples 6 --epochs 2 --batch 6 --lora 2"
     run = CliRunner().invoke
     first = run(
-        app, [*command.split(), "--noise-levels", "0,0.05", "--noise-seeds", "1", "-o", str(tmp_path), "--json"]
+        app,
+        [*f"{command} --noise-levels 0,0.05 --noise-seeds 1 --same-noise --json".split(), "-o", str(tmp_path)],
     )
     assert first.exit_code == 0, first.output
+    assert "Loading weights" not in first.stderr
     report = json.loads(first.stdout)
     assert [set(epoch) for epoch in report["arms"][0]["earlier_epochs"]] == [{"0", "0.05"}]
     assert report["run"]["settings"]["training"]["others"]["lora"] == 2
@@ -223,6 +254,7 @@ def test_rewards_train_your_model(home: Path, tmp_path: Path) -> None:
     (["--held-out", "{data}"], "needs --model"),
     (["--generate"], "needs --model"),
     (["--model", "demo", "--data", "{data}", "--layers", "2"], "trained from scratch"),
+    (["--model", "demo", "--data", "{data}", "--start", "scratch"], "from its weights"),
     (["--model", "demo", "--data", "{data}", "--answer-field", "say"], "needs --prompt-field"),
 ])  # fmt: skip
 def test_what_the_command_refuses(home: Path, options: list[str], why: str) -> None:

@@ -23,7 +23,6 @@ from noisescope.demo.train import Settings
 from noisescope.errors import InvalidInput
 from noisescope.jsonform import to_json
 from noisescope.model.fingerprint import model_fingerprint
-from noisescope.model.loading import load
 from noisescope.options.base import takes_options
 from noisescope.options.experiment_and_run_commands import PhasesOptions
 from noisescope.options.shared import ExecutionOptions, Source, with_fields
@@ -37,7 +36,7 @@ from noisescope.training.criteria import criteria, of_second, theory
 from noisescope.training.hypotheses import UNMEASURABLE, CurvePoint, Outcome, arm_row, judge
 from noisescope.training.phases_experiment import RULES, SAME, Arm, Design, Factors, Job, Task, rounding
 from noisescope.training.trial_processes import check_device, run_all
-from noisescope.training.tuning_task import Tuning, tuning
+from noisescope.training.tuning_task import Tuning, load_quietly, tuning
 from noisescope.trials import Result
 
 PROFILED = 100  # samples of the diagnosis that gives arms with a rule their factors
@@ -120,7 +119,7 @@ def _read(options: PhasesOptions, source: Source) -> DataSet:
 
 
 def _tuning(model: str, data: DataSet, held_out: DataSet | None, **settings: Any) -> Tuning:
-    subject = load(model, dtype="float32")
+    subject = load_quietly(model, dtype="float32")
     return tuning(subject, model, data, held_out, weights=model_fingerprint(subject.model), **settings)
 
 
@@ -177,6 +176,7 @@ def conclude(designs: Mapping[str, Design], store: Store, scale: float, *, run: 
     notes = [f"failed: {failure}" for failure in failures]
     notes += [f"{row.name}: {row.estimate.note}" for row in hypotheses if row.verdict == UNMEASURABLE]
     notes += [note for one in designs.values() for arm in one.arms if (note := rounding(one, arm))]
+    notes += [note for one in designs.values() if isinstance(one.task, Tuning) for note in one.task.cut()]
     missing = of_all - trained - len(failures)
     if missing:
         notes.append(f"{missing} of {of_all} trainings are not done yet: run the same command again")
@@ -206,7 +206,8 @@ def outcome(result: Result, levels: Sequence[float]) -> Outcome:
         for before, columns in answers.items()
     }
     curve = [CurvePoint(point["step"], point["gradient_norm"], point["held_out"]) for point in result.facts["curve"]]
-    epochs = tuple(arrays[name] for name in arrays if name.startswith("epoch"))
+    numbers = sorted(int(number) for name in arrays if (number := name.removeprefix("epoch ")).isdecimal())
+    epochs = tuple(arrays[f"epoch {number}"] for number in numbers)
     same = arrays.get(SAME.removesuffix(": "), {})
     return Outcome(arrays[""], curve, result.facts["training_injections"], same, epochs)
 
@@ -228,7 +229,7 @@ def _factors(task: Task, arms: Sequence[Arm], store: Store, name: str, *, matche
         if known is None:
             effort = "screen" if rule in SMOOTH else "standard"  # the notes' rules are of measured losses
             source, data = (task.files.model, task.files.train) if isinstance(task, Tuning) else ("demo", None)
-            report = diagnose(load(source), data, effort=effort, level="layer", samples=PROFILED)
+            report = diagnose(load_quietly(source), data, effort=effort, level="layer", samples=PROFILED)
             factors = schedules.from_report(report, SMOOTH.get(rule, rule), matched=matched)
             known = {str(layer): factor for layer, factor in factors.items()}
             store.note(**{key: known})

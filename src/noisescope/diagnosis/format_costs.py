@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from noisescope.diagnosis.context import StudyContext
+from noisescope.diagnosis.predicted_kl import NOT_FINITE
 from noisescope.diagnosis.section_types import FormatScore, FormatScores, ModuleScores, UniformScore
 from noisescope.trials import Results, Trial
 
@@ -28,7 +29,7 @@ def propose(context: StudyContext) -> list[Trial]:
 
 
 def conclude(context: StudyContext, results: Results) -> FormatScores | None:
-    """Predicted KL per token of each format at each linear alone, mean of the samples with its standard error."""
+    """Predicted KL per token of each format at each linear alone: the mean of finite samples and its standard error."""
     trials = propose(context)
     found = results.get(trials[0].id) if trials else None
     if found is None:
@@ -36,7 +37,10 @@ def conclude(context: StudyContext, results: Results) -> FormatScores | None:
     if found.failed:
         return FormatScores(0, found.error, (), {}, 0)
     predicted = found.arrays["predicted"]  # [modules, formats, samples]
+    predicted = predicted[:, :, np.isfinite(predicted).all((0, 1))]
     count = predicted.shape[2]
+    if not count:
+        return FormatScores(0, NOT_FINITE, (), {}, 0)
     mean = predicted.mean(2)
     error = predicted.std(2, ddof=1) / np.sqrt(count) if count > 1 else np.full_like(mean, np.nan)
     rows = []

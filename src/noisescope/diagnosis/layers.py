@@ -11,7 +11,7 @@ import numpy as np
 from noisescope import stats
 from noisescope.diagnosis.context import Array, StudyContext
 from noisescope.diagnosis.effects import StudyResults, effects_table, on_one_scale, prediction_scale, ratio
-from noisescope.diagnosis.predicted_kl import Screened
+from noisescope.diagnosis.predicted_kl import Screened, finite_mean
 from noisescope.diagnosis.rows import (
     AvalanchePoint,
     CellEffect,
@@ -110,7 +110,7 @@ def _layers_to_confirm(study: StudyResults) -> list[int]:
 
 
 def _predicted(screened: Screened, layer: int) -> float:
-    return float(screened.predicted(lambda site: site.place == layer).mean())
+    return finite_mean(screened.in_layer(layer))
 
 
 def _strength(study: StudyResults, window: tuple[int, int]) -> tuple[float, ...] | None:
@@ -119,7 +119,8 @@ def _strength(study: StudyResults, window: tuple[int, int]) -> tuple[float, ...]
         return None
     if noisy.error:
         return (0.0, 0.0)
-    divergence = float(np.nanmedian(noisy.mean("kl"))) if "kl" in noisy.metrics else 0.0
+    known = noisy.mean("kl") if "kl" in noisy.metrics else np.zeros(1)
+    divergence = float(np.nanmedian(known)) if np.isfinite(known).any() else 0.0
     return (divergence, -float(np.nanmean(noisy.mean(study.context.metric))))
 
 
@@ -134,7 +135,7 @@ def _cells_to_confirm(study: StudyResults) -> list[Cell]:
         found = screened.predicted(
             lambda site: site.place == block and matches_operator({operator}, site.operator, site.component)
         )
-        return float(found.mean())
+        return finite_mean(found)
 
     ranked = sorted(cells(study.context), key=lambda cell: -predicted(cell))
     rest = ranked[CONFIRMED:]

@@ -14,7 +14,7 @@ from noisescope.diagnosis import channels, robustness_curve
 from noisescope.diagnosis.context import Array, StudyContext
 from noisescope.diagnosis.effects import NOTHING, StudyResults, clean_score, divergence
 from noisescope.diagnosis.perplexity import PERPLEXITY
-from noisescope.diagnosis.predicted_kl import Screened
+from noisescope.diagnosis.predicted_kl import Screened, finite_mean
 from noisescope.diagnosis.rows import Divergence, LayerAnalysis, LayerEffect
 from noisescope.diagnosis.section_types import (
     Baseline,
@@ -77,7 +77,7 @@ def threshold_sites(context: StudyContext, screened: Screened | None) -> dict[st
             if operator not in GROUPS:
                 sites[f"operator {operator}"] = {"operators": frozenset({operator})}
         if screened is not None:
-            cost = {layer: float(screened.in_layer(layer).mean()) for layer in range(context.blocks)}
+            cost = {layer: finite_mean(screened.in_layer(layer)) for layer in range(context.blocks)}
             for layer in sorted(cost, key=lambda layer: -cost[layer])[:LAYERS_WITH_THRESHOLD]:
                 sites[f"layer {layer}"] = {"layers": frozenset({layer})}
     return sites

@@ -19,6 +19,8 @@ from noisescope.injection import Injection
 from noisescope.sites import Site
 from noisescope.trials import Results, Trial, missing
 
+NOT_FINITE = "without any noise the model computes NaN or infinity on every sample, so nothing can be predicted"
+
 
 def screen_injection(context: StudyContext) -> Injection:
     """Noise of scale 1 on every operator of every place: sums scale with s^2. Or the format, wherever it may fall."""
@@ -43,7 +45,7 @@ def propose(context: StudyContext, results: Results) -> list[Trial]:
 
 @dataclass(frozen=True)
 class Screened:
-    """Sums per token: `samples` [sites, samples], `channels` (sample means) an array a site.
+    """Sums per token: `samples` [sites, samples], `channels` (means over finite samples) an array a site.
 
     With a scale they are Fisher sums at scale 1. Without one they are the predicted KL of a format, and there are no
     channels.
@@ -82,6 +84,12 @@ class Screened:
         return total
 
 
+def finite_mean(values: Array) -> float:
+    """Of the samples on which it is finite."""
+    known = np.isfinite(values)
+    return float(values[known].mean()) if known.any() else 0.0
+
+
 def site_of(facts: Mapping[str, Any]) -> Site:
     """A site as a trial's result keeps it."""
     return Site(facts["operator"], facts["place"], facts["module"], facts["component"], occurrence=facts["occurrence"])
@@ -99,9 +107,12 @@ def conclude(context: StudyContext, results: Results) -> Screened | None:
     sites = tuple(map(site_of, found[0].facts["sites"]))
     samples = np.concatenate([result.arrays["sums"] / result.arrays["tokens"] for result in found], axis=1)
     unpredicted = tuple(sorted({name for result in found for name in result.facts["lost"]}))
+    finite = int(np.isfinite(samples).all(0).sum())
+    if not finite:
+        return Screened((), np.zeros((0, 0)), (), context.settings.scale, NOT_FINITE)
     if context.settings.question is not None:
         return Screened(sites, samples, (), None, unpredicted=unpredicted)
-    flat = sum(result.arrays["channels"].astype(np.float64) for result in found) / samples.shape[1]
+    flat = sum(result.arrays["channels"].astype(np.float64) for result in found) / finite
     ends = np.cumsum([f["channels"] for f in found[0].facts["sites"]])[:-1]
     by_site = tuple(np.split(np.asarray(flat), ends))
     return Screened(sites, samples, by_site, context.settings.scale, unpredicted=unpredicted)

@@ -300,6 +300,9 @@ def smallest_detectable(found: Sections) -> float | None:
 def next_step(context: StudyContext, found: Sections, ranked: Sequence[Finding]) -> str:
     if found.metrics.baseline is None:
         return f"The clean model could not be measured: {found.first_error or 'its trials failed'}"
+    if found.metrics.baseline.nonfinite:
+        tokens = counted(found.metrics.baseline.nonfinite, "token")
+        return f"Without any noise the logits of {tokens} are NaN or infinite: noisescope locate MODEL finds where."
     if context.settings.effort == "screen":
         return "These are predictions. Run again with --effort standard into the same folder to confirm what matters."
     if not found.metrics.baseline.measurable:

@@ -234,15 +234,16 @@ class Screen(GradientScreen):
             sites, widths = tuple(site for site, _ in mine), [squares.shape[1] for _, squares in mine]
             squares = torch.cat([part for _, part in mine], 1)  # [B, sum of widths]
             tokens = self.tokens_of(squares)
-            channels = (squares / tokens[:, None]).sum(0).double()
+            known = squares.isfinite().all(1, keepdim=True)  # a broken sample stays so in `samples`
+            channels = torch.where(known, squares / tokens[:, None], 0).sum(0).double()
             lengths = torch.tensor(widths, device=device)
             table = torch.segment_reduce(squares.T.contiguous(), "sum", lengths=lengths, unsafe=True)  # [sites, B]
-            known = self._sums.get((device, sites))
-            if known is None:
-                known = self._sums[device, sites] = _Recorded(sites, widths, channels)
+            sums = self._sums.get((device, sites))
+            if sums is None:
+                sums = self._sums[device, sites] = _Recorded(sites, widths, channels)
             else:
-                known.channels += channels
-            known.samples.append((self.samples, table))
+                sums.channels += channels
+            sums.samples.append((self.samples, table))
 
 
 @contextlib.contextmanager

@@ -54,6 +54,7 @@ from noisescope.measures.fisher import GradientScreen
 from noisescope.model.anatomy import EXPERTS, MODULE, Anatomy, Unit, linear_weight
 from noisescope.names_in_trial_ids import registered
 from noisescope.probe.formats import WEIGHT_GROUP, Format, quantise
+from noisescope.probe.functions import matrix_first
 from noisescope.probe.recorded_call import RecordedCall
 from noisescope.sites import Site
 from noisescope.trials import Slice
@@ -61,6 +62,7 @@ from noisescope.trials import Slice
 # The same names and group are in diagnosis/format_costs.py, which may not import torch; a test keeps them in sync.
 UNTOUCHED = "bf16"  # 16 bits: the module is left as it is
 GROUP = WEIGHT_GROUP
+Product = Callable[[Tensor, Tensor], Tensor]
 WEIGHT_FORMATS: dict[str, Format] = {
     UNTOUCHED: Format(UNTOUCHED),
     "int8": Format("int8", "group", GROUP),
@@ -205,15 +207,32 @@ class SampleCosts(GradientScreen):
         super().__init__(model, anatomy)
         self.recorded: list[tuple[Site, Tensor]] = []  # KL [B, ...] of each site in the backward that runs now
         self.sums: dict[Site, dict[int, Any]] = {}
+        self._modules = dict(self.model.named_modules())
 
-    def costs(self, projections: Tensor) -> Tensor:
+    def costs(self, projections: Tensor, unit: Unit) -> Tensor:
         """Predicted KL [B] from a_t: sqrt(1 + a^2) - 1, without its cancellation."""
         assert self.samples is not None
         batch, squares = self.samples.numel(), projections.square().flatten()
         costs = squares / (1 + (1 + squares).sqrt())
-        if costs.numel() % batch:  # rows of an expert: whose they are is not known
-            return costs.sum().expand(batch) / batch
+        if unit.kind == EXPERTS or costs.numel() % batch:  # rows sorted by expert: whose they are is not known
+            tokens = self.tokens_of(costs)
+            return costs.sum() * tokens / tokens.sum()
         return costs.view(batch, -1).sum(1)
+
+    def product(self, call: RecordedCall) -> tuple[Tensor, Product] | None:
+        """The weight [..., out, in] of a linear or of experts, and the product of inputs and such a weight.
+
+        None for a product of something else.
+        """
+        weight = call.weight
+        if weight is None or call.unit.kind != EXPERTS:
+            return None if weight is None else (weight, _one_matrix)
+        own = {w.shape[-2:] for w in planned_weights(self._modules[call.unit.module])}
+        if weight.shape[-2:] not in own | {shape[::-1] for shape in own} or matrix_first(call.callee, call.args):
+            return None
+        ends = call.argument(2, "offs")
+        by_expert = weight.dim() == 3 and isinstance(ends, Tensor)
+        return weight, functools.partial(_by_expert, ends=ends) if by_expert else _one_matrix
 
     def take_in(self) -> None:
         assert self.samples is not None
@@ -253,42 +272,27 @@ class FormatScreen(SampleCosts):
         self.formats, self.squares = dict(formats), dict(squares or {})
         # weights of an output channel; of several matrices the greatest common divisor
         self.inputs: dict[Site, int] = {}
-        self._modules = dict(self.model.named_modules())
 
     def reads(self, unit: Unit, operator: str) -> bool:
         return operator == "linear" and is_planned(unit)
 
     def read_gradient(self, call: RecordedCall, y: Tensor) -> None:
-        weight, site = call.weight, call.unit.site("linear")
-        if weight is None:
+        found, unit, site = self.product(call), call.unit, call.unit.site("linear")
+        if found is None:
             return
-        multiply = _one_matrix
-        if call.unit.kind == EXPERTS:
-            own = {w.shape[-2:] for w in planned_weights(self._modules[site.module])}
-            if weight.shape[-2:] not in own | {shape[::-1] for shape in own}:  # a product of something else
-                return
-            ends = call.argument(2, "offs")
-            if weight.dim() == 3 and isinstance(ends, Tensor):
-                multiply = functools.partial(_by_expert, ends=ends)
+        weight, multiply = found
         self.inputs[site] = math.gcd(self.inputs.get(site, 0), weight.shape[-1])
 
         def add(gradient: Tensor, x: Tensor, weight: Tensor) -> None:
-            self.recorded.append((site, self._predicted(weight, x, gradient, multiply, self.squares.get(site.module))))
+            self.recorded.append((site, self._predicted(weight, x, gradient, multiply, unit)))
 
         self.on_gradient(call, y, (call.tensors[0], weight), add)
 
-    def _predicted(
-        self,
-        weight: Tensor,
-        x: Tensor,
-        g: Tensor,
-        multiply: Callable[[Tensor, Tensor], Tensor],
-        squares: Tensor | None = None,
-    ) -> Tensor:
+    def _predicted(self, weight: Tensor, x: Tensor, g: Tensor, multiply: Product, unit: Unit) -> Tensor:
         """Predicted KL of each sample and format [B, formats]; x [B, T, in] or [B * T, in], g likewise with out."""
         # Nothing here needs more digits than 16 bits have, and an accelerator multiplies these ten times as fast.
         dtype = torch.float32 if x.device.type == "cpu" or x.element_size() > 2 else torch.bfloat16
         x, g = x.to(dtype), g.float()
-        formats = (with_inputs(fmt, squares) for fmt in self.formats.values())
+        formats = (with_inputs(fmt, self.squares.get(unit.module)) for fmt in self.formats.values())
         errors = (round_weight(weight, fmt).float() - weight.float() for fmt in formats)
-        return torch.stack([self.costs((multiply(x, error.to(dtype)) * g).sum(-1)) for error in errors], 1)
+        return torch.stack([self.costs((multiply(x, error.to(dtype)) * g).sum(-1), unit) for error in errors], 1)

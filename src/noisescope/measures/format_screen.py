@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from noisescope.injection import Injection
 from noisescope.measures.format_costs import SampleCosts
-from noisescope.model.anatomy import ATTENTION, MODULE, Anatomy, Unit, linear_weight
+from noisescope.model.anatomy import ATTENTION, EXPERTS, MODULE, Anatomy, Unit
 from noisescope.probe.formats import Format, quantise
 from noisescope.probe.function_mode import WeightUse
 from noisescope.probe.recorded_call import RecordedCall
@@ -47,16 +47,22 @@ class QuestionScreen(SampleCosts):
         self.of_cache = bool({"kv_cache", *CACHED} & (where.operators or frozenset()))
 
     def unpredicted(self, anatomy: Anatomy) -> list[str]:
-        """Sites that the injection falls on and that have no prediction: products of fused experts."""
+        """Sites that the injection falls on and that have no prediction, such as experts of an unknown kernel."""
         sites = [(unit, op) for unit in anatomy.units for op in unit.injectable if self.where.selects(unit.site(op))]
-        return sorted(str(unit.site(op)) for unit, op in sites if not self._predicts(unit, op))
+        seen = {(site.module, site.operator) for site in self.sums}
+        return sorted(
+            str(unit.site(op))
+            for unit, op in sites
+            if not self._predicts(unit, op) or (unit.kind == EXPERTS and (unit.module, op) not in seen)
+        )
 
     def _predicts(self, unit: Unit, operator: str) -> bool:
         if self.of_cache:
             return unit.kind == ATTENTION
         if operator == "embedding":
             return self.where.tensor == "weight"
-        return unit.kind == MODULE and operator == "linear" and not (unit.packed and self.where.tensor == "weight")
+        packed = unit.packed and self.where.tensor == "weight"
+        return unit.kind in (MODULE, EXPERTS) and operator == "linear" and not packed
 
     def reads(self, unit: Unit, operator: str) -> bool:
         if self.of_cache:
@@ -74,14 +80,17 @@ class QuestionScreen(SampleCosts):
         if call.operator == "embedding":
             self._project(call, call.site, y, (self._table_error(call),), lambda error: error)
             return
-        on_weights = self.where.tensor == "weight"
+        found, on_weights = self.product(call), self.where.tensor == "weight"
+        if found is None:
+            return
+        weight, multiply = found
 
         def linear_error(x: Tensor, weight: Tensor) -> Tensor:
             if on_weights:
-                return x.float() @ (quantise(weight, self.format, weight=True).float() - weight.float()).T
-            return (quantise(x, self.format).float() - x.float()) @ weight.float().T
+                return multiply(x.float(), quantise(weight, self.format, weight=True).float() - weight.float())
+            return multiply(quantise(x, self.format).float() - x.float(), weight.float())
 
-        self._project(call, call.site, y, (call.tensors[0], linear_weight(call.callee)), linear_error)
+        self._project(call, call.unit.site("linear"), y, (call.tensors[0], weight), linear_error)
 
     def _table_error(self, call: RecordedCall) -> Tensor:
         """What an embedding gives from its rounded table, less what it gives: some scale their rows."""
@@ -122,6 +131,7 @@ class QuestionScreen(SampleCosts):
         by_head: bool = False,
     ) -> None:
         """In backward, project error(*needed) on the gradient of y."""
+        unit = call.unit
 
         def add(gradient: Tensor, *given: Tensor) -> None:
             g = gradient.transpose(-1, -2) if turned else gradient
@@ -129,6 +139,6 @@ class QuestionScreen(SampleCosts):
             if by_head:
                 assert self.samples is not None
                 products = products.view(self.samples.numel(), -1, products.shape[-1]).sum(1)
-            self.recorded.append((site, self.costs(products)))
+            self.recorded.append((site, self.costs(products, unit)))
 
         self.on_gradient(call, y, needed, add)

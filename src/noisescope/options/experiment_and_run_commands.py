@@ -128,6 +128,8 @@ class PhasesOptions(ExecutionOptions, FileOptions, ProgressOptions, PrintingOpti
             for name in ("layers", "width"):
                 if vars(self)[name] is not None:
                     yield f"{named(name)} is of models trained from scratch: leave it out with {named('model')}"
+            if self.start == "scratch":
+                yield f"{named('start')} is of the bundled model: a model of yours is trained on from its weights"
         if self.answer_field is not None and self.prompt_field is None:
             yield f"{named('answer_field')} needs {named('prompt_field')}: a prompt goes with every answer"
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from noisescope.errors import UnsupportedModel
-from noisescope.probe.functions import OUTER, TRANSPOSED, Function, operands, operators_within
+from noisescope.probe.functions import OUTER, Function, is_turned, operands, operators_within
 from noisescope.probe.operator_target import CallListener, Context, Once, OperatorTarget, Target
 from noisescope.probe.unfused_attention import FUSED_FUNCTION, scaled_dot_product
 from noisescope.sites import CACHED, FUSED
@@ -138,10 +138,11 @@ def perform(
         tensor = args[at] if isinstance(at, int) else kwargs[at]
         if not isinstance(tensor, Tensor):
             continue
-        if at == weight and func in TRANSPOSED:  # [..., in, out]: formats run along the inputs
-            tensor = target.on_weight(tensor.transpose(-1, -2), context, occurrence).transpose(-1, -2)
+        perturbed = target.on_weight if at == weight else target.on_input
+        if target.operator == "linear" and is_turned(func, args, weight=at == weight):  # formats run along the inputs
+            tensor = perturbed(tensor.transpose(-1, -2), context, occurrence).transpose(-1, -2)
         else:
-            tensor = (target.on_weight if at == weight else target.on_input)(tensor, context, occurrence)
+            tensor = perturbed(tensor, context, occurrence)
         if torch.is_grad_enabled() and tensor.requires_grad:
             which = "weight" if at == weight else "input" if at == inputs[0] else "input2"
             tensor = target.tap(tensor, context, occurrence, which, once)

@@ -47,8 +47,8 @@ _INPUTS: dict[Function, tuple[int, ...]] = dict.fromkeys((*_MATMUL, *_BMM, *OUTE
 _INPUTS |= {torch.baddbmm: (1, 2), _T.baddbmm: (1, 2), torch.addmm: (1,), _T.addmm: (1,)}
 _INPUT_NAMES = ("input", "other", "mat1", "batch1", "batch2")  # the same tensors given by keyword
 _WEIGHT: dict[Function, int] = dict.fromkeys((F.linear, *_GROUPED, *_MATMUL, *_BMM), 1)
-_WEIGHT |= {torch.addmm: 2, _T.addmm: 2}
-TRANSPOSED = {torch.addmm, _T.addmm, *_GROUPED, *_MATMUL}  # their weight is [..., in, out]
+_WEIGHT |= dict.fromkeys(ADDED, 2)
+_TRANSPOSED = {torch.addmm, _T.addmm, *_GROUPED, *_MATMUL, *_BMM}  # their weight is [..., in, out]
 
 
 def operators_within(kind: str) -> dict[Function, str]:
@@ -70,11 +70,25 @@ def operands(
     if operator == "linear":
         at = _WEIGHT.get(function, count)
         weight = "weight" if "weight" in kwargs else at if at < count else None
+        if matrix_first(function, args):
+            return [1], 0
     if function is torch.einsum:
         return list(range(1, count)), weight
     inputs: list[int | str] = [at for at in _INPUTS.get(function, (0,)) if at != weight and at < count]
     inputs += [name for name in _INPUT_NAMES if name in kwargs]
     return inputs, weight
+
+
+def matrix_first(function: Function, args: tuple[Any, ...] | list[Any]) -> bool:
+    """Whether a product of experts is of matrices [S, out, in] and vectors [S, in, 1], in this order."""
+    return function in _BMM and len(args) == 2 and args[1].shape[-1] == 1 != args[0].shape[-2]
+
+
+def is_turned(function: Function, args: tuple[Any, ...] | list[Any], *, weight: bool) -> bool:
+    """Whether the inputs of a linear run along the last dimension but one of its weight, or of its input."""
+    if matrix_first(function, args):
+        return not weight
+    return weight and function in _TRANSPOSED
 
 
 def first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:

@@ -229,7 +229,8 @@ class Probe(ModelScope):
             what = f"layer {place}" if isinstance(place, int) else str(place)
             if not here:
                 raise NothingInjected(f"{what} never fired: was it skipped in this forward?")
-            self._check_rounding(here, what)
+            if not isinstance(injection.perturbation, Format):  # what is in the format already costs nothing here
+                self._check_rounding(here, what)
         self.check_effects()
 
     def check_effects(self) -> None:
@@ -267,9 +268,14 @@ class Probe(ModelScope):
                 raise NoiseRoundsAway(f"{what}, {phase}: {self._rounding_words(rounded[0], phase)}")
         looked = [pair for site in sites if not site.control for pair in site.samples if int(pair[1])]
         if looked and not any(int(changed) for changed, _ in looked):
+            noise = self.injection.perturbation
+            if isinstance(noise, Format):
+                raise NoiseRoundsAway(
+                    f"{what}: rounding to {noise.name} changed none of the sampled elements: all have this format"
+                )
             raise NoiseRoundsAway(
-                f"{what}: {self.injection.perturbation!r} fired but changed none of the sampled elements, so the "
-                f"result is clean: the values are already in this format, or the noise is too small for their dtype"
+                f"{what}: {noise!r} fired but changed none of the sampled elements, so the result is clean: it is too "
+                "small for their dtype"
             )
 
     def _warn_of_rounding(self) -> None:

@@ -19,6 +19,7 @@ from noisescope.errors import InvalidInput
 from noisescope.injection import Injection, Perturbation
 from noisescope.model.anatomy import Unit
 from noisescope.probe.draws import Draw, Rows
+from noisescope.probe.formats import Format
 from noisescope.probe.functions import first_tensor, with_tensor
 from noisescope.probe.recorded_call import RecordedCall, by_head
 from noisescope.probe.tally import SiteCount
@@ -135,7 +136,8 @@ class OperatorTarget:
         draw.scratch = context.scratch
         perturbation = self.forward
         assert perturbation is not None
-        first = "forward" in self._new and not context.recomputing and self.count.look("forward")
+        every = isinstance(perturbation, Format)
+        first = "forward" in self._new and not context.recomputing and self.count.look("forward", every=every)
         before = _sample(y) if first else None
         if y.requires_grad and torch.is_grad_enabled():
             noisy: Tensor = StraightThrough.apply(  # type: ignore[no-untyped-call]

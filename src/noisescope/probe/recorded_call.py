@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from noisescope.model.anatomy import MODULE, Unit, linear_weight
-from noisescope.probe.functions import TRANSPOSED, argument, first_tensor, operands, with_tensor
+from noisescope.probe.functions import argument, first_tensor, is_turned, operands, with_tensor
 from noisescope.probe.unfused_attention import AttentionArguments
 from noisescope.sites import FUSED, Site
 
@@ -84,7 +84,8 @@ class RecordedCall:
         found = None if at is None else self.kwargs[at] if isinstance(at, str) else self.args[at]
         if not isinstance(found, Tensor):
             return None
-        return found.detach().transpose(-1, -2) if self.callee in TRANSPOSED else found.detach()
+        turned = is_turned(self.callee, self.args, weight=True)
+        return found.detach().transpose(-1, -2) if turned else found.detach()
 
     @property
     def attention(self) -> AttentionArguments:

@@ -36,11 +36,14 @@ class SiteCount(Counts):
     rounded_away: dict[str, tuple[float, float, str]] = field(default_factory=dict)  # phase: scale, smallest, dtype
     control: bool = False  # scale 0 on purpose: the clean decomposed path, or a layer muted by its multiplier
     samples: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # elements changed, and sampled (on device)
-    looked: set[tuple[str, str, Place]] = field(default_factory=set, repr=False)  # shared by all sites of a tally
+    looked: set[tuple[str, ...]] = field(default_factory=set, repr=False)  # shared by all sites of a tally
 
-    def look(self, phase: str) -> bool:
-        """Whether to sample here: the first module of each operator in each place, because sampling costs time."""
-        key = (phase, self.operator, self.place)
+    def look(self, phase: str, *, every: bool = False) -> bool:
+        """Whether to sample here: the first module of each operator in each place, because sampling costs time.
+
+        `every` module of a number format: some may hold numbers of that format already.
+        """
+        key = (phase, self.operator, str(self.place), self.module if every else "")
         if key in self.looked:
             return False
         self.looked.add(key)
@@ -52,7 +55,7 @@ class Tally(Tabular):
     """The counts of a scope; they grow while it is open."""
 
     sites: list[SiteCount] = field(default_factory=list)
-    looked: set[tuple[str, str, Place]] = field(default_factory=set, repr=False)
+    looked: set[tuple[str, ...]] = field(default_factory=set, repr=False)
     forced_eager: bool = False  # torch.compile was met inside the scope, and the model ran eagerly
 
     def look_again(self) -> None:

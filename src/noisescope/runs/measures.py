@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -311,6 +312,7 @@ def curvature(runner: TrialRunner, trial: Trial) -> Result:
         traces = block_hessian_traces(runner.model, runner.anatomy, loss, groups, **asked)
     if traces is None:
         traces = hessian_traces(runner.model, loss, groups, method=method, **asked)
+    _check_finite("curvature", (t.trace for t in traces.values()))
     runner.forwards += _samples(trial) * HESSIAN_PASSES * asked["probes"]
     facts = {
         name: {"trace": t.trace, "low": t.low, "high": t.high, "per_parameter": t.per_parameter, "probes": t.probes}
@@ -328,8 +330,14 @@ def gradients(runner: TrialRunner, trial: Trial) -> Result:
         if probe is not None:
             probe.rows(rows)
         norms = gradient_norms(runner.model, loss, _block_parameters(runner))
+    _check_finite("gradient", norms.values())
     runner.forwards += _samples(trial) * 3  # a forward, its blocks again, and backward
     return Result((), {}, {"norms": norms})
+
+
+def _check_finite(what: str, found: Iterable[float]) -> None:
+    if not all(map(math.isfinite, found)):
+        raise InvalidInput(f"the {what} of the loss is NaN or infinite on these samples")
 
 
 def _samples(trial: Trial) -> int:

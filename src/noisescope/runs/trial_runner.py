@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from noisescope.errors import UnsupportedModel
+from noisescope.model.anatomy import EXPERTS
 from noisescope.model.fingerprint import model_fingerprint
 from noisescope.model.forwards import evaluating, input_device
 from noisescope.model.loading import Subject
@@ -146,6 +147,8 @@ class TrialRunner:
         fits = self.room.gradients(longest, 0)
         if self.device.type != "cpu" and fits is not None:
             wanted = part.stop - part.start
+        if any(unit.kind == EXPERTS for unit in self.anatomy.units):
+            wanted = 1  # rows are sorted by expert: of several samples it is not known whose a row is
         return self.batches(part, size=self.fitting(wanted, fits, "backward"), whole=True)
 
     def longest(self, part: Slice) -> int:

@@ -7,6 +7,7 @@ merged into the weights before a test, as they are when a model is served.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ from noisescope.data.answers import answers_match
 from noisescope.data.dataset import DataSet, Item, gather
 from noisescope.data.generation import generate
 from noisescope.errors import InvalidInput, MissingExtra
+from noisescope.model.anatomy import MODULE
 from noisescope.model.forwards import evaluating
 from noisescope.model.loading import Subject, load
 from noisescope.names_in_trial_ids import registered
@@ -91,12 +93,12 @@ class Tuning:
 
     def begin(self, seed: int, *, device: str, cache: Path) -> TuningLoop:
         """A model before its first step: adapters and the order of problems are those of the seed."""
-        subject = load(self.files.model, device=device, dtype="float32")
+        subject = load_quietly(self.files.model, device=device, dtype="float32")
         model = subject.model
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             if self.lora:
-                config = _peft().LoraConfig(r=self.lora, lora_alpha=2 * self.lora, target_modules=_adapted(subject))
+                config = _peft().LoraConfig(r=self.lora, lora_alpha=2 * self.lora, target_modules=adapted(subject))
                 model = _peft().get_peft_model(model, config)
         return TuningLoop(self, model, _encoded(self.files.train, subject.tokenizer, self.max_tokens), seed, device)
 
@@ -106,14 +108,20 @@ class Tuning:
 
     def load(self, folder: Path, *, device: str) -> nn.Module:
         if not self.lora:
-            whole: nn.Module = load(folder, device=device, dtype="float32").model
+            whole: nn.Module = load_quietly(folder, device=device, dtype="float32").model
             return whole
-        model = load(self.files.model, device=device, dtype="float32").model
+        model = load_quietly(self.files.model, device=device, dtype="float32").model
         merged: nn.Module = _peft().PeftModel.from_pretrained(model, folder).merge_and_unload()
         return merged
 
     def tokenizer(self) -> Any:
         return self.files.tokenizer
+
+    def cut(self) -> list[str]:
+        """Which problems are longer than allowed, as sentences; rewards are for whole ones."""
+        parts = {"training": self.files.train, "testing": self.files.test} if self.method == "supervised" else {}
+        read = functools.partial(tokenised.encode, tokenizer=self.tokenizer(), max_tokens=self.max_tokens)
+        return [f"{use}: {note}" for use, data in parts.items() for note in read(data).notes]
 
     @torch.no_grad()
     def held_out_loss(self, loop: TuningLoop) -> float:
@@ -188,11 +196,13 @@ class TuningLoop:
         ids, labels, _ = _padded(self._chosen(), self.device)
         kind = torch.device(self.device).type
         self.model.train()
-        with torch.autocast(kind, torch.bfloat16, enabled=task.dtype(self.device) == torch.bfloat16):
-            total, count = answer_loss(self.model, ids, labels)
-        loss = total / count
         self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
+        with torch.random.fork_rng(devices=[self.device] if kind == "cuda" else []):
+            torch.manual_seed(self.seed * 1_000_003 + self.step)  # dropout is that of the step
+            with torch.autocast(kind, torch.bfloat16, enabled=task.dtype(self.device) == torch.bfloat16):
+                total, count = answer_loss(self.model, ids, labels)
+            loss = total / count
+            loss.backward()  # type: ignore[no-untyped-call]
         norm = torch.nn.utils.clip_grad_norm_(self.trained.values(), 1.0)
         self.optimizer.step()
         self.step += 1
@@ -262,10 +272,18 @@ def _padded(rows: Sequence[Row], device: str) -> tuple[Tensor, Tensor, Tensor]:
     return ids.to(device), labels.to(device), finals.to(device)
 
 
-def _adapted(subject: Subject) -> list[str]:
-    """Every linear of the blocks."""
-    units = subject.anatomy.units
-    return [unit.module for unit in units if isinstance(unit.place, int) and "linear" in unit.operators]
+def load_quietly(source: str | Path, **options: Any) -> Subject:
+    """Without the loader's own progress bars: there is one for all trainings."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    return load(source, **options)
+
+
+def adapted(subject: Subject) -> list[str]:
+    """Every linear of the blocks; routers and experts that share one tensor have no adapters."""
+    wanted = (unit for unit in subject.anatomy.units if unit.kind == MODULE and unit.component != "router")
+    return [unit.module for unit in wanted if isinstance(unit.place, int) and "linear" in unit.operators]
 
 
 def _peft() -> Any:

@@ -242,7 +242,7 @@ class DirectCalls:
     def __init__(self) -> None:
         self._targets: dict[tuple[str, Place], OperatorTarget | None] = {}
         self._counts: dict[tuple[str, Place], SiteCount] = {}
-        self._looked: set[tuple[str, str, Place]] = set()
+        self._looked: set[tuple[str, ...]] = set()
         self._calls = 0
 
     @property
