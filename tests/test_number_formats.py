@@ -194,6 +194,7 @@ def test_reports_name_the_format_and_no_noise(reports: dict[str, ns.Report]) -> 
         found = reports[on].diagnosis
         text = to_markdown(document_of(found))
         assert f"**Number format**: {name}" in text and f"## Layers ({name})" in text
+        assert not any(words in text for words in ("noise here", "noise costs", "noise injected"))
         assert "sensitivity score |" not in text and "% noise" not in text and "Gaussian" not in text
         statements = [finding.statement for finding in found.findings if finding.unit in ("share", "nats")]
         assert all(statement.startswith(subject) for statement in statements)

@@ -104,8 +104,7 @@ def print_findings(
         print_each(notes, "   ")
     if not summary.top_findings:
         say("nothing stands out")
-    words = api.reports.cell_text
-    if note := words.ranking_note(summary.top_findings, words.run_metric(run)):
+    if note := api.reports.cell_text.ranking_note(summary.top_findings, run):
         say(f"\n{note}")
     say(f"\nnext: {summary.next_step}")
     for step in islice(api.reports.next_steps(found, typed, seconds_of), MOST_STEPS):

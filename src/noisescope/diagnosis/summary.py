@@ -382,8 +382,8 @@ def could_not_see(context: StudyContext, found: Sections, notes: Sequence[str]) 
         limits.append(f"too few samples: in no window could a loss of {metric} have been detected")
     if context.settings.effort != "full" and found.layer_analysis is not None:
         limits.append(
-            "rows and cells marked predicted had no noise injected: predictions add up over sites and can't show "
-            "errors that compound (--effort full injects noise everywhere)"
+            "rows and cells marked predicted were not injected: predictions add up over sites and can't show "
+            "errors that compound (--effort full injects everywhere)"
         )
     limits.append(_form_of_error(context))
     return limits

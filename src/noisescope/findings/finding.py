@@ -246,7 +246,7 @@ ADVICE: dict[str, str] = {
     ),
     "weights outside": (
         "Leave embeddings and lm_head in 16 bits, as quantisers do by default: no plan rounds them, and the loss of "
-        "the whole model does not hold them."
+        "the whole model does not include theirs."
     ),
     "activations": (
         "Leave the inputs of these linears in 16 bits, or smooth their outlier channels first: noisescope plan "

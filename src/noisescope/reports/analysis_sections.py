@@ -112,8 +112,8 @@ def _avalanches(section: LayerAnalysis, metric: str) -> Iterable[Block]:
         yield Paragraph("none", "Avalanche points:")
     yield Paragraph(", ".join(section.compounding) or "none", "Windows in which errors compound significantly:")
     yield Paragraph(
-        f"An avalanche point is a window in which noise costs more than {100 * LIMITS['avalanche_degradation']:g} % of "
-        f"the {metric} and more than {LIMITS['avalanche_neighbour_factor']:g} times as much as in its neighbours. It "
+        f"An avalanche point is a window that loses more than {100 * LIMITS['avalanche_degradation']:g} % of "
+        f"the {metric} and more than {LIMITS['avalanche_neighbour_factor']:g} times as much as its neighbours. It "
         "is borderline if only the point estimates exceed these limits, not the intervals. The interaction index is "
         "the KL of a window divided by the sum of the KLs of its layers; errors compound where it is significantly "
         "above 1."
@@ -160,6 +160,8 @@ def channels(report: DiagnosisReport) -> Iterable[Section]:
         blocks.append(Paragraph(section.error, "Not measured:"))
     if section.summary is not None:
         found = section.summary
+        fisher = any(row.rules.fisher is not None for row in section.per_layer.values())
+        last = "; and the 5 % of channels in which noise costs most (Fisher)" if fisher else ""
         blocks.append(
             Paragraph(
                 f"{found.total_outlier_channels} outlier channels of {found.total_channels} "
@@ -167,7 +169,7 @@ def channels(report: DiagnosisReport) -> Iterable[Section]:
                 f"n = {section.n} samples. A channel is an outlier if its largest value exceeds "
                 f"{section.threshold:g} times that of the median channel (by max). The other columns count outliers by "
                 "other rules: by the mean instead of the maximum; by a 99th percentile above 5 times the channel's own "
-                "median (q99/q50); and the 5 % of channels in which noise costs most (Fisher)."
+                f"median (q99/q50){last}."
             )
         )
         worst = sorted(section.per_layer.items(), key=lambda pair: -pair[1].max_ratio)[:WORST]

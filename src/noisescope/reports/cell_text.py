@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from noisescope import findings
+from noisescope.diagnosis.format_question import Words
 from noisescope.diagnosis.report import Run
 from noisescope.diagnosis.rows import Divergence, Effect
 from noisescope.diagnosis.section_types import Threshold
@@ -153,13 +154,14 @@ def severity(name: Severity) -> str:
     return "ranked by KL" if name == NOT_RATED else name
 
 
-def ranking_note(shown: Iterable[Finding], metric: str) -> str:
+def ranking_note(shown: Iterable[Finding], run: Run) -> str:
     """What the findings without a severity are; "" where all have one."""
     if all(finding.severity != NOT_RATED for finding in shown):
         return ""
+    words, metric = Words.of(run.settings.question), metric_name(run_metric(run))
     return (
-        f'"Ranked by KL": noise here moves the output (KL in nats per token), and no loss of {metric_name(metric)} '
-        "large enough for a severity was measured."
+        f'"Ranked by KL": {words.subject} here {words.verb("moves", "move")} the output (KL in nats per token), and no '
+        f"loss of {metric} large enough for a severity was measured."
     )
 
 

@@ -64,7 +64,7 @@ def summary(report: DiagnosisReport) -> Iterable[Section]:
         where.append(finding_line(found.whole_model))
     findings = tuple(map(finding_line, found.top_findings))
     where.append(Bullets(findings, numbered=True) if findings else Paragraph("Nothing stands out."))
-    if note := ranking_note(found.top_findings, run_metric(report.run)):
+    if note := ranking_note(found.top_findings, report.run):
         where.append(Paragraph(note))
     panels = (Panel("Where it is fragile", tuple(where)), *(Panel("", (picture,)) for picture in _picture(report)))
     yield Section(
