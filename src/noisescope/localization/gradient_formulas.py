@@ -187,7 +187,8 @@ def _chosen_rows(got: Tensor, uses: Sequence[WeightUse], rows: Rows) -> Tensor:
     sampled = None if got.numel() <= _MOST_ELEMENTS else rows.choose(len(got))
     if sampled is None:
         return torch.arange(len(got))
-    return torch.unique(torch.cat([sampled, *(use.rows for use in uses if use.rows is not None)]))
+    chosen: Tensor = torch.unique(torch.cat([sampled, *(use.rows for use in uses if use.rows is not None)]))
+    return chosen
 
 
 # -- products inside attention
