@@ -151,6 +151,8 @@ def _compared(
             f"{accumulation_switch(facts)}"
         )
     if key == "operand_bits":
+        if not mine.get("cut") and not theirs.get("cut"):  # on one, short sums hide how many bits operands have
+            return None
         return "arithmetic", _operands(mine, theirs, names, facts)
     if key == "result_bits":
         return "arithmetic", (
