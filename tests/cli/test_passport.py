@@ -100,10 +100,10 @@ def test_quick_against_whole_is_said(stored: Path, taken: dict[str, Any], tmp_pa
         ("", "is not a valid passport: Expecting value"),
         (b"\xff\xfe\x00", "is not a valid passport: byte 0xff at 0 is not UTF-8"),
         ('{"kind": "noisescope passport", "schema_version": 99}', "has schema version 99; this noisescope reads 2"),
-        ('{"kind": "noisescope passport", "schema_version": 2}', "It is damaged"),
+        ('{"kind": "noisescope passport", "schema_version": 2}', "Create it with"),
         (
             '{"kind": "noisescope passport", "schema_version": 2, "facts": {}, "dtypes": {"float32": 3}}',
-            "It is damaged",
+            "Create it with",
         ),
     ],
 )
@@ -120,7 +120,7 @@ def test_truncated_and_missing_files_are_refused(stored: Path, tmp_path: Path) -
     """A file cut off in the middle, or not there, or a place that can't be written."""
     cut = tmp_path / "cut.json"
     cut.write_text(stored.read_text()[:5000])
-    assert "It is damaged" in run("--from", cut).output
+    assert "Create it with" in run("--from", cut).output
     gone = run("--diff", tmp_path / "gone.json")
     assert gone.exit_code == 2 and "there is no passport at" in gone.output
     unwritable = run("--from", stored, "-o", cut / "below" / "a-file.json")

@@ -243,3 +243,25 @@ def test_what_can_not_be_asked(model, arguments, reason):
     """Scans that are not there, none, one run, no false alarms at all."""
     with pytest.raises(InvalidInput, match=reason):
         scans(model, **arguments)
+
+
+def test_a_hook_on_a_block_changes_its_output(model):
+    """It runs after the block's code, so only the next block's input shows it."""
+    handle = model.model.layers[1].register_forward_hook(lambda block, given, y: y * (y.abs() > 0.3 * y.std()))
+    try:
+        (suspect,) = scans(model).suspects
+        assert (suspect.site.place, suspect.fault_class) in ((1, "dead zone"), (1, "flush to zero"))
+        assert ns.locate(model, method="relations").suspects[0].site.place == 1
+    finally:
+        handle.remove()
+
+
+def test_nan_is_not_healthy(model):
+    """Sums with NaN are right sums; an overflow in 16 bits looks like this too, so nothing is decided."""
+    handle = model.model.layers[1].mlp.up_proj.register_forward_hook(lambda module, given, y: y * math.nan)
+    try:
+        verdict = scans(model)
+    finally:
+        handle.remove()
+    assert verdict.verdict == "undecided"
+    assert "block 1" in verdict.headline and "NaN" in verdict.headline

@@ -101,3 +101,13 @@ def test_what_is_refused(subject, good, tmp_path):
         ns.locate(subject, reference=sketches)
     with pytest.raises(InvalidInput, match="with a different model"):
         ns.locate(tiny_model("llama", layers=3, seed=1).to(next(subject.model.parameters()).dtype), reference=good)
+
+
+def test_what_changes_the_logits_after_the_head_is_named(subject, good):
+    """A hook on the head: no operator follows that could get another input."""
+    handle = subject.model.lm_head.register_forward_hook(lambda module, given, y: y * 1.02)
+    try:
+        verdict = ns.locate(subject, method="replay", reference=good.path)
+    finally:
+        handle.remove()
+    assert (verdict.suspects[0].site.place, verdict.suspects[0].fault_class) == ("lm_head", "gain")

@@ -154,3 +154,12 @@ def test_srdd_and_scans_are_methods_of_their_own(model):
     assert any("this method compares how" in note for note in probes_verdict.notes)
     assert (scans_verdict.method, scans_verdict.verdict) == ("scans", "healthy")
     assert any("scans can't detect" in note for note in scans_verdict.notes)
+
+
+def test_a_layer_without_products_leaves_it_undecided():
+    """Its forward was replaced: there is nothing that noise can be added to."""
+    model = tiny_model("llama", layers=3)
+    model.model.layers[1].forward = lambda x, *args, **others: x
+    verdict = srdd(model)
+    assert verdict.verdict == "undecided"
+    assert "a layer can't be probed" in verdict.headline

@@ -325,6 +325,38 @@ def test_trained_model_is_noted(folder: Path) -> None:
 # -- in a verdict
 
 
+def test_exchanged_blocks_are_no_training(folder: Path) -> None:
+    """Many matrices differ, but each holds another block's numbers; a wrapped model may have been rearranged."""
+    subject = ns.load(folder)
+    layers = subject.model.model.layers
+    layers[1], layers[2] = layers[2], layers[1]
+    for index in (1, 2):
+        layers[index].self_attn.layer_idx = index
+    report = check_state(subject)
+    assert {s.fault_class for s in report.suspects} == {"stale data"}
+    assert "holds the numbers of model.layers.2." in report.suspects[0].evidence
+
+
+def test_a_config_that_is_not_the_files_is_noted(folder: Path) -> None:
+    """Masks are made from the config while the model runs."""
+    subject = ns.load(folder)
+    assert not any("config" in note for note in check_state(subject).notes)
+    subject.model.config.attention_dropout = 0.25
+    assert any(
+        "edited" in note and "attention_dropout is 0.25 and not 0.0" in note for note in check_state(subject).notes
+    )
+
+
+def test_damage_that_keeps_the_model_from_running_is_named(folder: Path) -> None:
+    subject = ns.load(folder)
+    part(subject.model, f"{LAYER}.self_attn").num_key_value_groups = 1
+    verdict = ns.locate(subject, quick=True)
+    assert (verdict.verdict, verdict.suspects[0].site.module) == ("faulty", f"{LAYER}.self_attn")
+    assert "can't run" in verdict.coverage.not_run[0]
+    with pytest.raises(RuntimeError):
+        ns.locate(subject, quick=True, state=False)
+
+
 def test_locate_with_and_without_state(folder: Path) -> None:
     subject = ns.load(folder)
     healthy = ns.locate(subject, quick=True)

@@ -529,7 +529,7 @@ def test_the_diff_explains_short_sums_and_rounding(passport: dict[str, Any]) -> 
     bits, rounding = only(found, "sum_bits"), only(found, "sum_rounding")
     assert "sums keep 14 bits on N (npu), 24 on" in bits.sentence and "K x 2^-14" in bits.sentence
     assert (
-        "rounded toward zero on N (npu), nearest, ties to even on" in rounding.sentence
+        "rounded toward zero on N (npu), to nearest, ties to even on" in rounding.sentence
         and "drift in one direction" in rounding.sentence
     )
     assert bits.dtypes == ("bfloat16",) and "(matmul, linear)" in bits.sentence
@@ -539,7 +539,7 @@ def test_the_diff_explains_saturation_and_lost_nan(passport: dict[str, Any]) -> 
     """Overflow and NaN: what to watch for instead."""
     lines = product_specials(Product(lambda x, w: saturated(x @ w), torch.float16))
     found = diff(passport, with_lines(passport, "float16", lines))
-    assert "infinity on the first, saturates on the second" in only(found, "overflow").sentence
+    assert "infinity on the first, the largest number on the second" in only(found, "overflow").sentence
     assert "NaN on the first, 0 on the second. A device that loses NaN" in only(found, "nan").sentence
 
 

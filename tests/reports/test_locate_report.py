@@ -130,6 +130,18 @@ def test_the_picture() -> None:
     assert [words for *_, words in grid(Verdict("healthy", "audit")).legend] == []
 
 
+def test_the_backward_has_a_picture_of_its_own() -> None:
+    """Beside the forward's columns it would be out of sight."""
+    wrong = Suspect(Site("linear", 1, "layers.1.up", phase="backward"), "gain", 0.99, "words", 1.0)
+    cells = (Cell(0, "linear", 7, 7), Cell(0, "linear, backward", 14, 14))
+    verdict = Verdict("faulty", "audit", (wrong,), coverage=Coverage(cells=cells))
+    forward, backward = grid(verdict), grid(verdict, "backward")
+    assert (forward.rows, forward.columns) == (("block 0",), ("linear",))
+    assert (backward.rows, backward.columns) == (("block 0", "block 1"), ("linear",))
+    assert [cell.tone if cell else None for (cell,) in backward.cells] == ["low", "critical"]
+    assert "What was judged, backward" in as_text(verdict, ".html")
+
+
 @pytest.mark.parametrize("verdict", [UNDECIDED, FAULTY, Verdict("healthy", "relations", checked=3)])
 def test_all_forms_say_the_same(verdict: Verdict) -> None:
     page, text = as_text(verdict, ".html", [("Model", "demo")]), as_text(verdict, ".md", [("Model", "demo")])

@@ -27,7 +27,12 @@ from noisescope.localization.audit_log import AuditLog
 from noisescope.localization.call_tree import CallTree, with_whole_modules
 from noisescope.localization.coverage import Phase, Share
 from noisescope.localization.data_flow import first_floating
-from noisescope.localization.gradient_calls import GradientCalls, ParameterGradients, differentiable
+from noisescope.localization.gradient_calls import (
+    GradientCalls,
+    ParameterGradients,
+    differentiable,
+    without_checkpointing,
+)
 from noisescope.localization.gradient_judge import GradientJudge
 from noisescope.localization.gradient_twin import GradientTwin
 from noisescope.localization.host_copies import HostStates
@@ -210,13 +215,19 @@ class BackwardRun:
             return unit.module in group.watched
 
         try:
-            with watch(self.model, calls.end, where, before=calls.begin, anatomy=self._anatomy):
+            with (
+                watch(self.model, calls.end, where, before=calls.begin, anatomy=self._anatomy),
+                without_checkpointing(),
+            ):
                 output = self.model(**without_cache(self.model), **batch)
             states.settle()
             loss = loss_of(output, batch)
             if loss is None or loss.grad_fn is None:
                 raise _NoGradient(f"the output of {type(self.model).__name__} has no gradient")
             loss.backward()  # type: ignore[no-untyped-call]
+        except RuntimeError as error:  # autograd's, or the model's own, which ran without gradients
+            reason = str(error).strip().partition("\n")[0][:120]
+            raise _NoGradient(f"{type(self.model).__name__} can't be differentiated ({reason})") from error
         finally:
             sent.remove()
         return calls, sent

@@ -104,14 +104,16 @@ def conclude(
     broken = {site.place for site in results.log.alarms if isinstance(site.place, int)}
     results.log.unrepeatable |= {_site(anatomy, layer) for layer in unstable}
     certain = unstable | broken
+    nonfinite = results.nonfinite - certain
     unaccounted = {at for at in odd if "bookkeeping" not in which or at in results.unknown} - certain
     suspects = [
         *(dataclasses.replace(s, details={**s.details, "scan": "bookkeeping"}) for s in suspects_of(results.log)),
         *(_unrepeatable(anatomy, layer, results) for layer in unstable - broken),
-        *(_odd(anatomy, layer, odd[layer], limit) for layer in unaccounted),
+        *(_nonfinite(anatomy, layer) for layer in nonfinite),
+        *(_odd(anatomy, layer, odd[layer], limit) for layer in unaccounted - nonfinite),
     ]
     suspects = [dataclasses.replace(s, details={**s.details, **_numbers(s, profiles, results)}) for s in suspects]
-    left_open = unaccounted or results.unknown or results.log.unseen
+    left_open = unaccounted or nonfinite or results.unknown or results.log.unseen
     verdict = "faulty" if certain else "undecided" if left_open else "healthy"
     visible = _visible(results, which, profiles, limit, rounding)
     notes = tuple(_notes(results, odd, certain | unaccounted, limit))
@@ -171,6 +173,12 @@ def _unrepeatable(anatomy: Anatomy, layer: int, results: Readings) -> Suspect:
     )
 
 
+def _nonfinite(anatomy: Anatomy, layer: int) -> Suspect:
+    """It may be an overflow of a short dtype, which is no fault."""
+    evidence = "its output holds NaN or infinity and its input does not"
+    return Suspect(_site(anatomy, layer), "unknown", 0.5, evidence, 1 - layer / 10**6, details={"scan": "nonfinite"})
+
+
 def _odd(anatomy: Anatomy, layer: int, found: tuple[str, float, float], limit: float) -> Suspect:
     name, value, z = found
     evidence = (
@@ -216,6 +224,9 @@ def _visible(
 def _notes(
     results: Readings, odd: Mapping[int, tuple[str, float, float]], reported: set[int], limit: float
 ) -> Iterator[str]:
+    if results.unknown:
+        blind = sorted(results.unknown)
+        yield f"bookkeeping can't check blocks {blind}: their code can't be run on the host"
     quiet = [f"{layer} ({odd[layer][0]}, z {odd[layer][2]:+.0f})" for layer in sorted(set(odd) - reported)]
     if quiet:
         yield (
@@ -227,9 +238,6 @@ def _notes(
         "is still exact when a summand is wrong; nor anything outside the blocks, in decode, other shapes or "
         "gradients. `audit` detects these"
     )
-    if results.unknown:
-        blind = sorted(results.unknown)
-        yield f"bookkeeping can't check blocks {blind}: their code can't be run on the host"
     steady = results.unstable - reported
     if steady:
         yield f"blocks {sorted(steady)} differ from run to run within rounding: they sum in no fixed order"

@@ -49,6 +49,7 @@ class Readings:
     instability: dict[int, float] = field(default_factory=dict)
     unstable: set[int] = field(default_factory=set)  # the same input, bit for bit, gave another output
     unknown: set[int] = field(default_factory=set)  # blocks whose code can't be run on the host
+    nonfinite: set[int] = field(default_factory=set)  # blocks that made NaN or infinity of finite inputs
     elements: int = 0  # compared by bookkeeping
     forwards: float = 0.0
 
@@ -106,6 +107,8 @@ class Scanner:
             return
         with host_arithmetic():
             before, after = (host_rows(t).clone() for t in (x, y))
+            if bool(before.isfinite().all()) and not bool(after.isfinite().all()):
+                self.results.nonfinite.add(layer)
             if self._first:
                 self._kept[layer] = (before, after)
                 self._profiles(layer, _wide(before), _wide(after))
@@ -143,6 +146,8 @@ class Scanner:
         self._again = True
         try:
             again = call.again(noisy)
+        except RuntimeError:  # a block that adds to a cache is given more keys than its mask has
+            return
         finally:
             self._again = False
         with host_arithmetic():

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from noisescope.errors import NoisescopeError
@@ -67,7 +68,7 @@ def compare_weights(model: Any, stored: Stored, *, loaded: bool) -> WeightsCompa
                 wrong[id(tensor)] = _Wrong(path, tensor, changed)
         left = [each for key, each in wrong.items() if key not in same]  # tied weights may be stored twice
         matrices = len({id(tensor) for _, tensor in held.values() if tensor.dim() > 1})
-        others = {} if _are_many(left, matrices) else _names_of_others(stored, left)
+        others = {} if _are_many(left, matrices) and not loaded else _names_of_others(stored, left)
     except (NoisescopeError, OSError, ValueError) as error:
         return WeightsCompared(Compared(notes=(f"weights were not compared with a checkpoint: {error}",)))
     was_cast = _are_many([each for each in left if each.difference.rounded], matrices)
@@ -109,7 +110,8 @@ def _names_of_others(stored: Stored, left: Sequence[_Wrong]) -> dict[int, str]:
     found: dict[int, str] = {}
     for name, tensor in stored() if hosts else ():
         for key, host in hosts.items():
-            if host.shape == tensor.shape and same_bits(host, tensor.to(host.dtype)):
+            alike = host.shape == tensor.shape and torch.equal(host[:1], tensor[:1].to(host.dtype))
+            if alike and same_bits(host, tensor.to(host.dtype)):
                 found.setdefault(key, name)
     return found
 

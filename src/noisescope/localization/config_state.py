@@ -17,6 +17,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 
 from noisescope.localization.state_fault import ADAPTED, Compared, StateFault
 from noisescope.localization.weight_difference import same_bits
+from noisescope.model.checkpoint_folder_check import check_config
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 _CHANGING = ("dynamic", "longrope")  # rotary frequencies that follow the length of the text
@@ -67,6 +69,21 @@ def _unset(buffer: Tensor) -> float:
     if buffer.is_floating_point() or buffer.is_complex():
         return math.nan
     return 0 if buffer.dtype == torch.bool else torch.iinfo(buffer.dtype).min or torch.iinfo(buffer.dtype).max
+
+
+_OF_LOADING = {"dtype", "torch_dtype", "architectures", "transformers_version", "use_cache", "quantization_config"}
+
+
+def edited_config(model: Any, folder: Path) -> tuple[str, ...]:
+    """A note where the config in memory, which attention masks follow, is not that of the checkpoint."""
+    if not (folder / "config.json").is_file():
+        return ()
+    check_config(folder / "config.json")
+    stored, held = type(model.config).from_pretrained(folder).to_dict(), model.config.to_dict()
+    names = [name for name in stored.keys() & held.keys() if not name.startswith("_") and stored[name] != held[name]]
+    words = [f"{name} is {held[name]!r} and not {stored[name]!r}" for name in sorted({*names} - _FREE - _OF_LOADING)]
+    shown = "; ".join(words[:3]) + (f"; {len(words) - 3} more" if len(words) > 3 else "")
+    return (f"the config was edited after loading, or on loading: {shown}",) if words else ()
 
 
 # -- buffers

@@ -157,7 +157,10 @@ class BlockFlow:
 
 
 def flow_in_blocks(model: nn.Module, anatomy: Anatomy, run: Callable[[], Any]) -> list[BlockFlow]:
-    """Every call of a block while `run` runs the model, in call order."""
+    """Every call of a block while `run` runs the model, in call order.
+
+    What is changed between two blocks (a hook on the first) is a difference of the first.
+    """
     states, found = HostStates(), list[BlockFlow]()
     tree = CallTree(states)
     everything = with_whole_modules(model, anatomy)
@@ -166,14 +169,19 @@ def flow_in_blocks(model: nn.Module, anatomy: Anatomy, run: Callable[[], Any]) -
 
     def report(node: Node, compared: Comparison) -> None:
         y = next((x for _, x in tensors_in(node.output)), None)
-        if y is not None and isinstance(node.unit.place, int):
+        if node.operator == "residual" and y is not None and isinstance(node.unit.place, int):
             found.append(BlockFlow(node.unit, y, tuple(compared.differences), compared.problem))
+        elif node.operator != "residual":
+            for one in compared.differences:
+                if one.source is not None and one.source.operator == "residual":
+                    found.append(BlockFlow(one.source.unit, one.got[:0], (one,), ""))
 
     states.settle()
     autocast = autocast_of(model)
     with host_arithmetic():
         for node in tree.nodes:
-            node.by_formula = node.operator != "residual"
+            around = any(child.operator == "residual" for child in node.children)
+            node.by_formula = node.operator != "residual" and not around
         HostTwin(model, autocast).follow(tree.nodes, report)
     return found
 

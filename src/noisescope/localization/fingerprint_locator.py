@@ -131,7 +131,7 @@ def explained(
             verdict, note = "healthy", "the logits match the reference within rounding in every prompt"
         else:
             verdict, note = "faulty", f"{broken}, and the others match the reference: nothing to compare"
-        return Verdict(verdict, name, (), visible, runner.forwards, 0, (note,))
+        return Verdict(verdict, name, (), visible, runner.forwards, logits.size, (note,))
     pairs = list(itertools.product(faults, layers))
     with progress.plan(progress.Phase("candidates", len(pairs))):
         candidates = [

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import checkpoint
 
 from noisescope.localization.call_tree import CallTree, Node
 from noisescope.localization.host_copies import copied, mapped, tensors_in
@@ -151,3 +152,26 @@ def differentiable(model: nn.Module, chosen: Callable[[nn.Parameter], bool]) -> 
         for own, kept_aside in hooks:
             if own is not None:
                 own.update(kept_aside)
+
+
+@contextmanager
+def without_checkpointing() -> Iterator[None]:
+    """Run checkpointed code once, as is: its recomputation in backward would not be the forward that was recorded."""
+
+    class Plain:
+        @staticmethod
+        def apply(function: Callable[..., Any], _: bool, *args: Any) -> Any:
+            return function(*args)
+
+    def once(*_: Any, **__: Any) -> Iterator[None]:
+        yield
+
+    names: dict[str, Any] = {"CheckpointFunction": Plain, "_checkpoint_without_reentrant_generator": once}
+    own = {name: getattr(checkpoint, name) for name in names}
+    for name, plain in names.items():
+        setattr(checkpoint, name, plain)
+    try:
+        yield
+    finally:
+        for name, kept in own.items():
+            setattr(checkpoint, name, kept)

@@ -12,6 +12,7 @@ several uses in one backward: its gradient is the sum of theirs.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,11 +27,12 @@ from noisescope.localization.formula_recognition import linear_formula
 from noisescope.localization.gradient_calls import INPUT, OUTPUT, GradientCalls
 from noisescope.localization.gradient_rounding import Expected, as_rows, expected_gradients, moved
 from noisescope.localization.host_operators import given_one_tensor
-from noisescope.localization.host_products import Recomputed, Rows
+from noisescope.localization.host_products import Recomputed, Rows, as_multiplied
 from noisescope.localization.roundoff_floors import (
     SLACK,
     WORK_ROUNDOFF,
     Z_ELEMENT,
+    narrower,
     number_format,
     rounded_once,
     shortened,
@@ -59,6 +61,7 @@ class WeightUse:
     at: Callable[[Tensor, Rounding], tuple[Tensor, Tensor]]  # of these rows the values, and how far they may be off
     alone: Callable[[Tensor, Rows], Recomputed] | None = None  # the whole gradient judged as a product
     rows: Tensor | None = None  # that this use adds to, where they are few
+    dtype: torch.dtype | None = None  # that it is computed in, where not the parameter's: under autocast
 
 
 # -- linears
@@ -66,9 +69,12 @@ class WeightUse:
 
 @dataclass(frozen=True)
 class LinearCall:
-    """A call of a module that computes x W^T + b, with what the host needs to differentiate it."""
+    """A call of a module that computes x W^T + b, with what the host needs to differentiate it.
 
-    x: Tensor  # [R, K]
+    Under autocast, operands and gradients are rounded to the output's dtype.
+    """
+
+    x: Tensor  # [R, K], as it was multiplied
     gradient: Tensor  # [R, N], of its output
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -88,30 +94,30 @@ class LinearCall:
             return None
         bias = module._parameters.get("bias") if formula.bias else None
         x, gradient = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
-        return cls(x, gradient, weight, bias, formula.transposed)
+        return cls(as_multiplied(x, gradient), gradient, weight, bias, formula.transposed)
 
     def input_gradient(self, got: Tensor, rows: Rows) -> Recomputed:
-        weight = self.weight.detach()
+        weight, got = self.weight.detach(), as_multiplied(got, self.gradient)
         return host_products.linear(self.gradient, weight if self.transposed else weight.T, None, got, rows)
 
     def weight_use(self) -> WeightUse:
         left, right = (self.x, self.gradient) if self.transposed else (self.gradient, self.x)
 
         def alone(got: Tensor, rows: Rows) -> Recomputed:
-            return host_products.linear(left.T, right.T, None, got, rows)
+            return host_products.linear(left.T, right.T, None, as_multiplied(got, self.gradient), rows)
 
         def at(rows: Tensor, to: Rounding) -> tuple[Tensor, Tensor]:
             a, b = left.T[rows].double(), right.double()
             return _sum_with_limit(a @ b, a.square() @ b.square(), len(b), to)
 
-        return WeightUse(at, alone)
+        return WeightUse(at, alone, dtype=self.gradient.dtype)
 
     def bias_use(self) -> WeightUse:
         def at(rows: Tensor, to: Rounding) -> tuple[Tensor, Tensor]:
             g = self.gradient.double()[:, rows]
             return _sum_with_limit(g.sum(0), g.square().sum(0), len(g), to)
 
-        return WeightUse(at)
+        return WeightUse(at, dtype=self.gradient.dtype)
 
 
 def _sum_with_limit(
@@ -160,15 +166,29 @@ def parameter_gradient(got: Tensor, uses: Sequence[WeightUse], rows: Rows) -> Re
     """Check a parameter's gradient against the sum of its uses; a single product is checked as such (`sums`)."""
     if len(uses) == 1 and uses[0].alone is not None:
         return dataclasses.replace(uses[0].alone(got, rows), lead=())
-    chosen = torch.arange(len(got))
-    sampled = None if got.numel() <= _MOST_ELEMENTS else rows.choose(len(got))
-    if sampled is not None:
-        chosen = torch.unique(torch.cat([sampled, *(use.rows for use in uses if use.rows is not None)]))
-    to = Rounding(got.dtype, rows.device)
-    found = [use.at(chosen, to) for use in uses]
+    chosen = _chosen_rows(got, uses, rows)
+    dtypes = [narrower(got.dtype, use.dtype or got.dtype) for use in uses]
+    found = [use.at(chosen, Rounding(dtype, rows.device)) for use, dtype in zip(uses, dtypes, strict=True)]
     values, limit = (torch.stack(each).sum(0) for each in zip(*found, strict=True))
-    limit = limit + (len(uses) - 1) * SLACK * rounded_once(values, got.dtype)
+    limit = limit + (len(uses) - 1) * SLACK * rounded_once(values, functools.reduce(narrower, dtypes))
     return as_rows(got[chosen], Expected(values, limit, 0.0), tokens=False)
+
+
+def wrong_use(got: Tensor, uses: Sequence[WeightUse], rows: Rows) -> int:
+    """The use whose contribution is most like the error of the sum: a lost, partial or scaled one is along its own."""
+    chosen = _chosen_rows(got, uses, rows)
+    parts = [use.at(chosen, Rounding(got.dtype, rows.device))[0] for use in uses]
+    error = got[chosen].double() - torch.stack(parts).sum(0)
+    alike = [float((error * part).sum().abs() / part.norm().clamp_min(1e-300)) for part in parts]
+    return max(range(len(uses)), key=lambda at: alike[at])
+
+
+def _chosen_rows(got: Tensor, uses: Sequence[WeightUse], rows: Rows) -> Tensor:
+    sampled = None if got.numel() <= _MOST_ELEMENTS else rows.choose(len(got))
+    if sampled is None:
+        return torch.arange(len(got))
+    chosen: Tensor = torch.unique(torch.cat([sampled, *(use.rows for use in uses if use.rows is not None)]))
+    return chosen
 
 
 # -- products inside attention
@@ -185,10 +205,11 @@ def product_gradients(node: Node, calls: GradientCalls, rows: Rows) -> dict[str,
         return None
     if gradient.shape != (*a.shape[:-1], b.shape[-1]):
         return None
-    found = {}
+    a, b, found = as_multiplied(a, gradient), as_multiplied(b, gradient), {}
     for path, one, other in (("0.0", gradient, b.transpose(-1, -2)), ("0.1", a.transpose(-1, -2), gradient)):
         if path in tapped:
-            found[path] = host_products.batched(one, other, calls.arrived(node, INPUT, path), rows)
+            got = as_multiplied(calls.arrived(node, INPUT, path), gradient)
+            found[path] = host_products.batched(one, other, got, rows)
     return found
 
 
@@ -205,7 +226,9 @@ def attention_gradients(node: Node, calls: GradientCalls) -> dict[str, Expected]
     names = {path: name for path, name in _ATTENTION_PATHS.items() if path in tapped}
     if given.dropout_p or gradient is None or len(names) != len(tapped):
         return None
-    dtype = given.query.dtype
+    dtype = narrower(given.query.dtype, gradient.dtype)
+    q, k, v = (as_multiplied(x, gradient) for x in (given.query, given.key, given.value))
+    given = dataclasses.replace(given, query=q, key=k, value=v)
 
     def named(found: dict[str, Tensor]) -> dict[str, Tensor | None]:
         return {path: found[name] for path, name in names.items()}
@@ -217,7 +240,7 @@ def attention_gradients(node: Node, calls: GradientCalls) -> dict[str, Expected]
             _attention_back(given, gradient, lambda x, own: moved(x, generator, dtype if own else torch.float32))
         )
 
-    return expected_gradients(exact, {path: tapped[path].dtype for path in names}, rounded)
+    return expected_gradients(exact, {path: narrower(tapped[path].dtype, dtype) for path in names}, rounded)
 
 
 def _attention_back(

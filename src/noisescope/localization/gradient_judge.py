@@ -24,6 +24,7 @@ from noisescope.localization.gradient_formulas import (
     embedding_use,
     parameter_gradient,
     product_gradients,
+    wrong_use,
 )
 from noisescope.localization.gradient_rounding import (
     Expected,
@@ -33,7 +34,7 @@ from noisescope.localization.gradient_rounding import (
     judge_gradient,
 )
 from noisescope.localization.gradient_twin import WEIGHT, CodeGradients, GradientTwin, Leaf, NotDifferentiated
-from noisescope.localization.host_copies import mapped, tensors_in
+from noisescope.localization.host_copies import is_state, leaves_in, mapped, tensors_in
 from noisescope.localization.host_products import Recomputed
 from noisescope.localization.judge import judge
 from noisescope.localization.roundoff_floors import Reference
@@ -58,7 +59,7 @@ class GradientJudge:
         self._modules = dict(model.named_modules())
         self._log, self._twin, self._judged, self._owners = log, twin, judged, owners
         self._before: dict[int, Tensor] = {}  # `.grad` after the micro-batch before
-        self._uses: dict[int, list[WeightUse]] = {}
+        self._uses: dict[int, list[tuple[Node, WeightUse]]] = {}
         self._unknown: dict[int, str] = {}  # parameters with a use that can't be recomputed
         self._nodes: dict[str, Node] = {}  # a call of each module, for its site
         self.parameters: dict[int, Share] = {}  # elements that were judged, of those that had gradients
@@ -113,14 +114,14 @@ class GradientJudge:
             got = calls.sole_gradient(node, INPUT)
             if got is not None:
                 self._judge(node, INPUT, linear.input_gradient(got, self._log.rows), product=True)
-            self._use(id(linear.weight), linear.weight_use())
+            self._use(node, id(linear.weight), linear.weight_use())
             if linear.bias is not None:
-                self._use(id(linear.bias), linear.bias_use())
+                self._use(node, id(linear.bias), linear.bias_use())
             self._log.judged.add(node)
             return True
         use = embedding_use(node, calls) if node.operator == "embedding" else None
         if use is not None:
-            self._use(id(node.callee.weight), use)
+            self._use(node, id(node.callee.weight), use)
             self._log.judged.add(node)
             return True
         return not node.is_module and self._function(node, calls)
@@ -166,14 +167,18 @@ class GradientJudge:
         for leaf, expected in found.expected.items():
             side, at, path = leaf
             if side == WEIGHT:
-                self._use(at, _code_use(expected))
+                self._use(node, at, _code_use(expected))
                 continue
-            got = calls.arrived(node if at < 0 else node.children[at], side, path)
+            receiver = node if at < 0 else node.children[at]
+            got = calls.arrived(receiver, side, path)
+            if not found.reached[leaf] and bool(got.any()) and _passes_state(node):
+                self._log.judged.unknown(receiver, "its gradient passes through a cache")
+                continue
             judgement = judge_gradient(as_rows(got, expected, tokens=True), expected.gain)
             if judgement.alarm:
                 wrong[leaf] = got
             else:
-                self._compare(node if at < 0 else node.children[at], side, expected, got)
+                self._compare(receiver, side, expected, got)
         for leaf in wrong:
             self._sent_wrongly(node, found, leaf, wrong)
 
@@ -185,15 +190,19 @@ class GradientJudge:
         words = f"what {type(node.callee).__name__} computes from the incoming gradients"
         words += f" from {', '.join(senders)}" if senders else ""
         sender = None if at >= 0 and _hooked(receiver) else _sender(node, found, leaf, wrong)
-        if sender is not None:
+        if found.replaced:
+            words += f", at the {side} of {receiver.module or 'the model'}"
+            words += f"; on the device, another function computes its {found.replaced}"
+            receiver, side = dataclasses.replace(node, operator=found.replaced), INPUT
+        elif sender is not None:
             words += f", at the {side} of {receiver.module or 'the model'}"
             receiver, side = (node, OUTPUT) if sender < 0 else (node.children[sender], INPUT)
         self._compare(receiver, side, found.expected[leaf], wrong[leaf], words=words)
 
     # -- parameters
 
-    def _use(self, key: int, use: WeightUse) -> None:
-        self._uses.setdefault(key, []).append(use)
+    def _use(self, node: Node, key: int, use: WeightUse) -> None:
+        self._uses.setdefault(key, []).append((node, use))
 
     def _parameter(self, p: nn.Parameter, sent: ParameterGradients) -> None:
         names = sorted(self._owners[id(p)])
@@ -210,8 +219,11 @@ class GradientJudge:
         self.parameters.setdefault(id(p), Share(p.numel(), p.numel()))
         got = torch.zeros_like(p, device="cpu") if got is None else got
         shared = f", the sum of its uses in {', '.join(names)}" if len(names) > 1 else ""
-        found = parameter_gradient(got.detach(), uses, self._log.rows)
-        self._judge(node, WEIGHT, found, product=found.reference.sums, words=f"the host's gradient of {own}{shared}")
+        found = parameter_gradient(got.detach(), [use for _, use in uses], self._log.rows)
+        words = f"the host's gradient of {own}{shared}"
+        if shared and judge_gradient(found, 0.0).alarm:
+            node = uses[wrong_use(got.detach(), [use for _, use in uses], self._log.rows)][0]
+        self._judge(node, WEIGHT, found, product=found.reference.sums, words=words)
         self._accumulated(p, got, node, own)
 
     def _accumulated(self, p: nn.Parameter, got: Tensor, node: Node, own: str) -> None:
@@ -271,6 +283,11 @@ def _sender(node: Node, found: CodeGradients, leaf: Leaf, wrong: Mapping[Leaf, T
         elif len(follows) > 1 and follows <= wrong.keys():
             explains[at] = len(follows)
     return max(explains, key=lambda at: explains[at], default=None)
+
+
+def _passes_state(node: Node) -> bool:
+    """Whether its code keeps tensors in an object that it hands to other modules, where no gradient is recorded."""
+    return any(is_state(leaf) for child in node.children for _, leaf in leaves_in((child.args, child.kwargs)))
 
 
 def _hooked(node: Node) -> bool:

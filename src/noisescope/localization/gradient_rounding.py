@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from noisescope.localization.host_products import Recomputed
 from noisescope.localization.judge import CHANNEL_SHARE, Judgement, judge_elements
@@ -25,7 +25,8 @@ _UNITS, _UNITS_FLOAT32 = 2.0, 8.0
 _ULPS, _ULPS_FLOAT32 = 1.0, 4.0  # beside what the runs show: the last rounding
 _EXACT_NAMES = """
 clone detach alias zeros zeros_like ones_like new_zeros new_empty empty_like full_like copy_ fill_ zero_ cat stack
-index_select embedding gather where masked_fill slice_backward select_backward constant_pad_nd neg
+index_select embedding gather where masked_fill slice_backward select_backward constant_pad_nd neg relu threshold
+threshold_backward abs sign sgn maximum minimum clamp clamp_min clamp_max amax amin
 """
 _EXACT = frozenset(_EXACT_NAMES.split())
 
@@ -48,7 +49,10 @@ def moved(x: Tensor, generator: torch.Generator, dtype: torch.dtype | None = Non
 
 
 class RoundingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Perturbs the result of every inexact operation, in the forward and in autograd's backward."""
+    """Perturbs the result of every inexact operation, in the forward and in autograd's backward.
+
+    Operations are computed in float64 and rounded: on a CPU, kernels of the model's dtype are those under test.
+    """
 
     def __init__(self, generator: torch.Generator) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -62,7 +66,37 @@ class RoundingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         aliases = [each.alias_info for each in returns if each.alias_info is not None]
         if any(each.is_write for each in aliases):
             return tree_map_only(Tensor, lambda x: x.copy_(moved(x, self._generator)), result)
-        return result if aliases else tree_map_only(Tensor, lambda x: moved(x, self._generator), result)
+        if aliases:
+            return result
+        result = _in_float64(func, args, kwargs or {}, result)
+        return tree_map_only(Tensor, lambda x: moved(x, self._generator), result)
+
+
+class KeepFloat64(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Casts of float64 to a shorter dtype, as in `x.float()` or `softmax(x, dtype=torch.float32)`, do nothing."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        shorter = kwargs.get("dtype") or torch.float64
+        if func.overloadpacket.__name__ == "_to_copy" and args[0].dtype == torch.float64 and shorter.is_floating_point:
+            kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)
+
+
+def _in_float64(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> Any:
+    """The result of an operation, computed in float64 and rounded once to the dtypes of its own result."""
+    kinds = {x.dtype for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_floating_point()}
+    if not kinds or torch.float64 in kinds or "dtype" in kwargs or "scaled_dot_product" in func.overloadpacket.__name__:
+        return result  # a fused kernel rounds inside
+
+    def wide(x: Tensor) -> Tensor:
+        return x.double() if x.is_floating_point() else x
+
+    try:
+        found = func(*tree_map_only(Tensor, wide, args), **tree_map_only(Tensor, wide, kwargs))
+    except RuntimeError:  # no kernel for float64
+        return result
+    return tree_map(lambda x, own: x.to(own.dtype) if isinstance(x, Tensor) else x, found, result)
 
 
 @dataclass(frozen=True)

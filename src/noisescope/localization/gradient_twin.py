@@ -16,14 +16,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from noisescope.localization.call_tree import Node
-from noisescope.localization.gradient_calls import INPUT, OUTPUT, GradientCalls
-from noisescope.localization.gradient_rounding import Expected, RoundingMode, expected_gradients
+from noisescope.localization.gradient_calls import INPUT, OUTPUT, GradientCalls, without_checkpointing
+from noisescope.localization.gradient_rounding import Expected, KeepFloat64, RoundingMode, expected_gradients
 from noisescope.localization.host_copies import mapped, own_state, set_state, tensors_in
 from noisescope.localization.host_twin import HostTwin, _alike_call, _code_of, _Run
 from noisescope.localization.tensors import rms
+from noisescope.probe.functions import operators_within
+from noisescope.sites import FUSED
 
 WEIGHT = "weight"
 Leaf = tuple[str, int, str]  # INPUT, -1, path | OUTPUT, which call, path | WEIGHT, id of the parameter, ""
@@ -43,6 +47,7 @@ class CodeGradients:
 
     expected: dict[Leaf, Expected]
     reached: dict[Leaf, frozenset[int]]  # calls whose gradients have a part in it; -1: the module's own output's
+    replaced: str = ""  # an operator that the code calls and the device did not, at least not with a gradient
 
 
 class GradientTwin(HostTwin):
@@ -58,14 +63,11 @@ class GradientTwin(HostTwin):
 
     def gradients(self, node: Node, calls: GradientCalls) -> CodeGradients:
         """Gradients of a call's inputs, of the results of its inner calls, and of the parameters its code read."""
-        try:
-            exact = self._run_back(node, calls, wide=True)
-        except NotDifferentiated:  # code may insist on its dtype
-            exact = self._run_back(node, calls, wide=False)
+        exact = self._run_wide(node, calls)
         dtypes = {leaf: self._dtype(node, calls, leaf) for leaf in exact.gradients}
 
         def rounded(generator: torch.Generator) -> Mapping[Leaf, Tensor | None]:
-            return self._run_back(node, calls, wide=False, rounding=RoundingMode(generator)).gradients
+            return self._run_back(node, calls, wide=False, mode=RoundingMode(generator)).gradients
 
         expected = expected_gradients(exact.gradients, dtypes, rounded)
         coarse = [leaf for leaf, each in expected.items() if rms(each.limit) > _COARSE * rms(each.values) > 0]
@@ -75,7 +77,17 @@ class GradientTwin(HostTwin):
                 own, value = plain[leaf], expected[leaf].values
                 if own is not None and rms(own.double() - value) < _NEAR * rms(value):
                     raise NotDifferentiated("a branch in its code depends on rounding")
-        return CodeGradients(expected, exact.reached)
+        return CodeGradients(expected, exact.reached, exact.replaced)
+
+    def _run_wide(self, node: Node, calls: GradientCalls) -> _Back:
+        """In float64 throughout; where the code insists on its dtypes, as far as it goes."""
+        try:
+            return self._run_back(node, calls, wide=True, mode=KeepFloat64())  # type: ignore[no-untyped-call]
+        except NotDifferentiated:
+            try:
+                return self._run_back(node, calls, wide=True)
+            except NotDifferentiated:
+                return self._run_back(node, calls, wide=False)
 
     def _dtype(self, node: Node, calls: GradientCalls, leaf: Leaf) -> torch.dtype:
         side, at, path = leaf
@@ -92,7 +104,9 @@ class GradientTwin(HostTwin):
             self._leaves[id(value)] = _leaf(value.detach().to("cpu"), wide=self._wide)
         return self._leaves[id(value)]
 
-    def _run_back(self, node: Node, calls: GradientCalls, *, wide: bool, rounding: RoundingMode | None = None) -> _Back:
+    def _run_back(
+        self, node: Node, calls: GradientCalls, *, wide: bool, mode: TorchDispatchMode | None = None
+    ) -> _Back:
         if node.changed:
             raise NotDifferentiated("it writes to its arguments")
         run = _GradientRun(node, calls, wide=wide)
@@ -100,7 +114,7 @@ class GradientTwin(HostTwin):
         outer, self._running, self._leaves, self._wide = self._running, run, {}, wide
         state = own_state(twin) if twin is not None else None
         try:
-            with torch.enable_grad(), rounding or nullcontext():
+            with torch.enable_grad(), without_checkpointing(), mode or nullcontext():
                 args, kwargs = run.leaves_of(-1, INPUT, (node.args, node.kwargs))
                 with torch._C._EnableTorchFunction(), run, torch.autocast("cpu", self._cast, enabled=bool(self._cast)):
                     output = self._code(node, twin)(*args, **kwargs)
@@ -129,6 +143,7 @@ class _Back:
 
     gradients: dict[Leaf, Tensor | None]
     reached: dict[Leaf, frozenset[int]]
+    replaced: str
 
 
 class _GradientRun(_Run):
@@ -140,6 +155,8 @@ class _GradientRun(_Run):
         self._calls, self._wide = calls, wide
         self._leaves: dict[Leaf, Tensor] = {}
         self._sent: dict[tuple[int, str], Tensor] = {}  # what a call was given (-1: what the module returned)
+        self._operators = {F.scaled_dot_product_attention: FUSED, **operators_within(node.unit.kind)}
+        self._replaced = ""
 
     def leaves_of(self, at: int, side: str, value: Any) -> Any:
         """A recorded tree with its own tensors, which are leaves where the device had gradients."""
@@ -173,6 +190,8 @@ class _GradientRun(_Run):
         with torch._C.DisableTorchFunction():
             at = self.next_call(lambda child: child.by_formula and child.callee is func and _alike_call(child, args))
             if at is None:
+                if not any(child.callee is func and self._calls.tapped(child, OUTPUT) for child in self.node.children):
+                    self._replaced = self._replaced or self._operators.get(func, "")
                 return func(*args, **kwargs)
             self.see(at, (args, kwargs))
             return self.answer(at, (args, kwargs))
@@ -206,7 +225,7 @@ class _GradientRun(_Run):
                     total[name] = gradient if before is None else before + gradient
                     reached[name].add(at)
         exact = {name: torch.zeros_like(leaves[name]) if g is None else g for name, g in total.items()}
-        return _Back(dict(exact), {name: frozenset(calls) for name, calls in reached.items()})
+        return _Back(dict(exact), {name: frozenset(calls) for name, calls in reached.items()}, self._replaced)
 
     def _gradient(self, at: int, path: str) -> Tensor | None:
         node, side = (self.node, OUTPUT) if at < 0 else (self.node.children[at], INPUT)

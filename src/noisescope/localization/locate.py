@@ -9,6 +9,7 @@ from torch import nn
 
 from noisescope import progress
 from noisescope.errors import UnsupportedModel
+from noisescope.localization.coverage import Coverage
 from noisescope.localization.verdict import Verdict
 from noisescope.model.loading import Subject
 from noisescope.model.quantised_checkpoint import rounds_activations
@@ -75,17 +76,23 @@ def locate(subject: Subject | nn.Module, options: LocateOptions) -> Verdict:
     if options.state:
         progress.begin("weights and config")
     state = check_state(subject) if options.state else None  # before anything runs
-    found = audit(
-        subject,
-        inputs,
-        tokens=options.tokens,
-        batch=options.batch,
-        decode=options.decode,
-        budget=options.budget,
-        repeat=options.repeat,
-        quick=options.quick,
-        seed=seed,
-    )
+    try:
+        found = audit(
+            subject,
+            inputs,
+            tokens=options.tokens,
+            batch=options.batch,
+            decode=options.decode,
+            budget=options.budget,
+            repeat=options.repeat,
+            quick=options.quick,
+            seed=seed,
+        )
+    except (RuntimeError, IndexError, TypeError, AttributeError) as error:
+        if state is None or not state.suspects:
+            raise
+        reason = f"the model can't run ({type(error).__name__}: {str(error).partition(chr(10))[0][:120]})"
+        return with_state(Verdict("undecided", method, coverage=Coverage(not_run=(reason,))), state)
     if method != "audit":
         found = _with_relations(found, subject, inputs, seed)
     if options.backward:

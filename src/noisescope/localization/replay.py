@@ -64,13 +64,25 @@ def replay(subject: Subject | nn.Module, reference: Record | str | Path, *, rows
         ids = torch.tensor(record.prompts[batch.first : batch.first + batch.count], device=device_of(model))
         log.begin(number)
         with evaluating(model), torch.no_grad(), Replay(anatomy, record, kept, batch, log).watch(model):
-            last_token_logits(model, ids)
+            logits = last_token_logits(model, ids)
+        _compare_logits(log, kept, record, batch, logits)
     found = conclude(log)
     notes = found.notes
     if len(kept) < len(record.sites):
         partly = f"the record has full tensors for {len(kept)} of {len(record.sites)} sites: only those were checked"
         notes = (*notes, partly)
     return dataclasses.replace(found, method="replay", notes=notes)
+
+
+def _compare_logits(log: Comparer, kept: dict[Site, int], record: Record, batch: Batch, logits: Tensor | None) -> None:
+    """What the caller gets: the head's output, which was the reference's, unless something changes it afterwards."""
+    head = next((site for site in kept if site.place == "lm_head" and site.tensor == "output"), None)
+    known = record.logits()
+    if head is None or known is None or logits is None:
+        return
+    stored = torch.tensor(known[batch.first : batch.first + batch.count]).to(logits.dtype)
+    with host_arithmetic():
+        log.compare_plainly(head, logits.cpu(), stored, stored)
 
 
 class Comparer(AuditLog):

@@ -33,7 +33,7 @@ from scipy.stats import rankdata
 from torch import Tensor, nn
 
 from noisescope import progress
-from noisescope.errors import InvalidInput
+from noisescope.errors import InvalidInput, NothingInjected
 from noisescope.injection import Injection
 from noisescope.localization.inputs import chosen_layers, last_logits, parts_of, prompt_ids
 from noisescope.localization.verdict import Suspect, Verdict, ranked
@@ -106,7 +106,10 @@ def srdd(
         raise InvalidInput(f"trials must be at least 1, got {trials}")
     ids = prompt_ids(model, tokenizer, prompts, seed=seed, count=PROMPTS, length=LENGTH)
     with progress.plan(progress.Phase("layers probed", len(chosen))):
-        responses = _measure(model, anatomy, ids, chosen, tuple(scales), trials, seed)
+        try:
+            responses = _measure(model, anatomy, ids, chosen, tuple(scales), trials, seed)
+        except NothingInjected as error:  # a block without a product, as where its forward was replaced
+            return Verdict("undecided", "srdd", forwards=1.0, notes=(f"a layer can't be probed: {error}",))
     if responses is None:
         note = "the logits without injected noise are not finite, so there is no response to measure"
         return Verdict("undecided", "srdd", forwards=1.0, notes=(note,))

@@ -18,10 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from noisescope.errors import NoisescopeError
 from noisescope.localization.audit_verdict import in_all_layers
 from noisescope.localization.call_tree import with_whole_modules
 from noisescope.localization.checkpoint_state import PLAIN, Stored, WeightsCompared, compare_weights, held_tensors
-from noisescope.localization.config_state import compare_attributes, compare_buffers, fresh_model, odd_ones_out
+from noisescope.localization.config_state import (
+    compare_attributes,
+    compare_buffers,
+    edited_config,
+    fresh_model,
+    odd_ones_out,
+)
 from noisescope.localization.inputs import parts_of
 from noisescope.localization.state_fault import Compared, StateFault
 from noisescope.localization.tensors import bits_of
@@ -71,6 +78,7 @@ def check_state(subject: Subject | nn.Module) -> StateReport:
         weights = WeightsCompared() if stored is None else compare_weights(root, stored, loaded=loaded)
         parts[CHECKPOINT] = weights.result
         parts |= _compare_with_config(root, as_stored=weights.as_stored)
+        parts["config"] = Compared(notes=_edited_config(subject, root))
     parts = {name: _with_prefix(part, path) for name, part in parts.items()}
     if "attributes with the config" not in parts:
         parts["attributes between blocks"] = odd_ones_out(model, anatomy.blocks)
@@ -88,6 +96,15 @@ def _checkpoint(subject: Subject | nn.Module, root: Any) -> Stored | None:
     if source == "demo" or Path(source).expanduser().exists():  # only a hub id has revisions
         revision = None
     return lambda: stored_tensors(root, source, revision, held_tensors(root))
+
+
+def _edited_config(subject: Subject | nn.Module, root: Any) -> tuple[str, ...]:
+    loaded = isinstance(subject, Subject) and subject.loading is not None
+    source = subject.source if isinstance(subject, Subject) and loaded else str(root.name_or_path)
+    try:
+        return edited_config(root, Path(source).expanduser()) if source else ()
+    except (NoisescopeError, OSError, ValueError) as error:
+        return (f"the config was not compared with the checkpoint's: {error}",)
 
 
 def _compare_with_config(root: Any, *, as_stored: bool) -> dict[str, Compared]:

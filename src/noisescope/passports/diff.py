@@ -19,7 +19,7 @@ from noisescope.text_escaping import cut
 from noisescope.untrusted_files import MIB, FileKind, fitting, members, parse_json, read_text
 
 KIND = "noisescope passport"
-PASSPORT = FileKind("passport", "It is damaged: create it again with `noisescope passport -o FILE`", max_bytes=16 * MIB)
+PASSPORT = FileKind("passport", "Create it with `noisescope passport -o FILE`", max_bytes=16 * MIB)
 SCHEMA_VERSION = 2
 SAME = "same: the two passports agree in everything measured on both"
 KINDS = ("health", "arithmetic", "coverage", "settings")
@@ -151,6 +151,8 @@ def _compared(
             f"{accumulation_switch(facts)}"
         )
     if key == "operand_bits":
+        if not mine.get("cut") and not theirs.get("cut"):  # on one, short sums hide how many bits operands have
+            return None
         return "arithmetic", _operands(mine, theirs, names, facts)
     if key == "result_bits":
         return "arithmetic", (

@@ -101,6 +101,10 @@ NAMES = {  # of lines, where one is named by itself
 def shown(key: str, line: dict[str, Any]) -> str:
     """A line's value as used in a sentence."""
     value = line.get("value")
+    if key.endswith("_rounding"):
+        if value is None or value == "unclear":
+            return f"in an unknown way{' (' + str(line['hidden']) + ')' if 'hidden' in line else ''}"
+        return f"to {value}" if str(value).startswith("nearest") else str(value)
     if value is None:
         return f"not visible ({line['hidden']})" if "hidden" in line else "not known"
     if key == "batch_sizes":
@@ -116,6 +120,8 @@ def shown(key: str, line: dict[str, Any]) -> str:
         )
     if key == "sum_bits" and line.get("at_least"):
         return f"at least {value}"
+    if value == "saturates":
+        return "the largest number"
     if key == "terms":
         return {"exact": "unrounded", "fused multiply-add": "by fused multiply-add"}.get(str(value), str(value))
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from noisescope.findings.finding import counted
-from noisescope.localization.coverage import Coverage
+from noisescope.localization.coverage import BACKWARD, Coverage
 from noisescope.localization.resolution import in_one_line, percent_of
 from noisescope.localization.verdict import Suspect, Verdict
 from noisescope.reports import document
@@ -61,8 +61,8 @@ def verdict_document(verdict: Verdict, facts: Iterable[tuple[str, str]] = ()) ->
     if verdict.suspects:
         named = (Paragraph("; ".join(lines), f"{lead}.") for lead, *lines in _suspects(verdict))
         first.append(Bullets(tuple(named), numbered=True))
-    picture = grid(verdict)
-    pages = [Section("picture", "Blocks and operators", (picture,))] if picture.rows else []
+    pictures = tuple(picture for picture in (grid(verdict), grid(verdict, BACKWARD)) if picture.rows)
+    pages = [Section("picture", "Blocks and operators", pictures)] if pictures else []
     pages += [
         Section(key, title, (_bullets(lines), *([_resolution(verdict)] if key == "resolution" else [])))
         for key, title, lines in _sections(verdict)
@@ -232,14 +232,19 @@ def _share(value: float) -> Cell:
 # -- the picture
 
 
-def grid(verdict: Verdict) -> StatusGrid:
-    """Places x operators: judged, suspect, or not judged."""
+def grid(verdict: Verdict, phase: str = "forward") -> StatusGrid:
+    """Places x operators: judged, suspect, or not judged; the backward has a picture of its own."""
+    suffix = f", {BACKWARD}" if phase == BACKWARD else ""
     blamed: dict[tuple[Place, str], list[tuple[Site, Suspect]]] = {}
     for suspect in verdict.suspects:
         for site in (suspect.site, *suspect.also):
-            operator = f"{site.operator}, backward" if site.phase == "backward" else site.operator
-            blamed.setdefault((site.place, operator), []).append((site, suspect))
-    judged = {(cell.place, cell.operator): (cell.judged, cell.total) for cell in verdict.coverage.cells}
+            if (site.phase == BACKWARD) == (phase == BACKWARD):
+                blamed.setdefault((site.place, site.operator), []).append((site, suspect))
+    judged = {
+        (cell.place, cell.operator.removesuffix(suffix)): (cell.judged, cell.total)
+        for cell in verdict.coverage.cells
+        if cell.operator.endswith(f", {BACKWARD}") == bool(suffix)
+    }
     known = set(judged) | set(blamed)
     places = sorted({place for place, _ in known}, key=place_order)
     order = (*OPERATORS, FUSED)
@@ -253,7 +258,8 @@ def grid(verdict: Verdict) -> StatusGrid:
     rows = tuple(f"block {place}" if isinstance(place, int) else place for place in places)
     used = {cell.tone for row in cells for cell in row if cell}
     legend = tuple(state for state in _LEGEND if state[0] in used)
-    return StatusGrid("judged", "What was judged", rows, tuple(operators), tuple(cells), tuple(notes), legend)
+    key, title = (f"judged-{BACKWARD}", "What was judged, backward") if suffix else ("judged", "What was judged")
+    return StatusGrid(key, title, rows, tuple(operators), tuple(cells), tuple(notes), legend)
 
 
 def _state(blamed: Sequence[tuple[Site, Suspect]] | None, shares: tuple[int, int] | None) -> tuple[Cell | None, str]:
