@@ -120,8 +120,9 @@ def _buffer_faults(
     if not found.is_floating_point():
         yield StateFault(path, f"the buffer {name} differs from the one built from the config", kind)
         return
-    # Devices compute powers and quotients to an ulp or two, and a cast to 16 bits may then go either way.
-    eps = torch.finfo(found.dtype).eps
+    # Devices compute powers and quotients to an ulp or two, and a cast to 16 bits may then go either way. A float64
+    # model may have computed them in float32, before it was cast.
+    eps = max(torch.finfo(found.dtype).eps, torch.finfo(torch.float32).eps)
     gap = (found.double() - wanted.double()).abs()
     if bool((gap <= (8 if eps < 1e-5 else 1) * eps * wanted.double().abs()).all()):
         return
