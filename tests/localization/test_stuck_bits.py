@@ -145,7 +145,7 @@ def test_bits_of_a_bias_are_no_stuck_bits():
 
 
 def test_a_closed_gate_is_no_stuck_bit():
-    """gelu's 1 + erf(x) is 0 below about -5.5 in float32, where the exact result is only tiny; open gates still show."""
+    """gelu: 1 + erf(x) is 0 below about -5.5 in float32, where the exact result is only tiny."""
     x = drawn(2 * ROWS, WIDTH).float()
     x[:, 3] = -5.8 - x[:, 3].abs() / 4
     operator = recompute("gelu", F.gelu, (x,), {}, F.gelu(x), Rows(2 * ROWS, 0))

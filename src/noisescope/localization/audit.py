@@ -351,6 +351,7 @@ class AuditRun:
         self._has_short |= any(is_driven(node.operator, (node.args, node.kwargs)) for node in tree.nodes)
         for node in sorted(tree.nodes, key=lambda node: node.order):
             waiting = self._deferred.setdefault(node.site("output"), Deferred()) if can_be_stacked(node) else None
+            waiting = waiting if waiting is not None and waiting.takes(node) else None
             if waiting is not None and base and node.operator == "linear" and opened:
                 self._defer(node, waiting.checked)
             elif waiting is not None and base and node.operator == "linear":

@@ -1,0 +1,153 @@
+"""Healthy models of unusual structure, or with unusual numbers, raise no alarm and are judged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import noisescope as ns
+from noisescope.testing import tiny_inputs, tiny_model
+
+WIDTH, VOCABULARY = 16, 40
+
+
+class Own(nn.Module):
+    """No blocks and no config: an embedding, whatever a subclass does, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def between(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.head(self.between(self.table(input_ids)))
+
+
+class ChannelsFirst(Own):
+    """Batch normalisation of [batch, channels, tokens], as beside a convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def between(self, x: Tensor) -> Tensor:
+        return self.norm(x.transpose(1, 2)).transpose(1, 2)
+
+
+class ScalarFirst(Own):
+    """Its first parameter is a number."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.temperature = nn.Parameter(torch.tensor(0.7))
+        self.table, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+
+    def between(self, x: Tensor) -> Tensor:
+        return x / self.temperature
+
+
+class Ensemble(Own):
+    """Products and a module inside torch.vmap, whose tensors have no storage, and a choice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.randn(3, WIDTH, WIDTH) / 4)
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def between(self, x: Tensor) -> Tensor:
+        def member(weight: Tensor) -> Tensor:
+            y = self.norm(x @ weight)
+            return y - y.topk(4, -1).values[..., -1:]
+
+        return torch.vmap(member)(self.weights).mean(0)
+
+
+class Recurrent(Own):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+
+    def between(self, x: Tensor) -> Tensor:
+        return self.lstm(x)[0]
+
+
+def made(kind: type[Own]) -> Own:
+    torch.manual_seed(1)
+    return kind().eval()
+
+
+def located(model: nn.Module, **kwargs: Any) -> Any:
+    draw = torch.Generator().manual_seed(2)
+    ids = [torch.randint(VOCABULARY, (2, 24), generator=draw) for _ in range(2)]
+    return ns.locate(ns.wrap(model), inputs=[{"input_ids": each} for each in ids], **kwargs)
+
+
+@pytest.mark.parametrize("kind", [ChannelsFirst, ScalarFirst, Ensemble, Recurrent])
+def test_a_model_without_blocks(kind: type[Own]) -> None:
+    verdict = located(made(kind))
+    assert verdict.verdict == "healthy", verdict.headline
+    assert verdict.coverage.smallest_share == 1
+
+
+def test_a_fault_in_a_model_without_blocks() -> None:
+    model = made(Recurrent)
+    model.lstm.register_forward_hook(lambda module, args, output: (output[0] * 1.05, output[1]))
+    suspect = located(model, quick=True).suspects[0]
+    assert "head" in (suspect.site.module, *suspect.evidence.split()) or "lstm" in suspect.site.module
+
+
+class Packed(nn.Module):
+    """A linear with 8-bit weights, which are buffers."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
+        self.register_buffer("codes", (linear.weight.detach() / scale).round().to(torch.int8))
+        self.register_buffer("scale", scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.codes.to(x.dtype) * self.scale)
+
+
+def test_attention_between_packed_weights_is_judged() -> None:
+    model: Any = tiny_model("llama").bfloat16()
+    for layer in model.model.layers:
+        for name, linear in list(layer.self_attn.named_children()):
+            setattr(layer.self_attn, name, Packed(linear))
+    verdict = ns.locate(ns.wrap(model), quick=True)
+    assert verdict.verdict == "healthy", verdict.headline
+    kinds = {(unit.module, unit.kind) for unit in ns.dissect(model).units}
+    assert ("model.layers.0.self_attn", "attention") in kinds
+
+
+def zero_gain(model: Any) -> None:
+    model.model.layers[0].input_layernorm.weight.zero_()
+
+
+def tiny_embeddings(model: Any) -> None:
+    model.model.embed_tokens.weight.mul_(1e-20)
+
+
+def tiny_weights(model: Any) -> None:
+    for parameter in model.parameters():
+        parameter.mul_(1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("edit", [zero_gain, tiny_embeddings, tiny_weights])
+def test_extreme_numbers_are_no_fault(edit: Callable[[Any], None], dtype: str) -> None:
+    """Products of tiny numbers are subnormal: nothing can be said of them, but they are no fault."""
+    model: Any = tiny_model("llama").to(getattr(torch, dtype))
+    with torch.no_grad():
+        edit(model)
+    verdict = ns.locate(ns.wrap(model), inputs=tiny_inputs("llama", length=16))
+    assert not verdict.suspects, verdict.headline
+    assert verdict.verdict == ("healthy" if edit is zero_gain else "undecided")
