@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 
 import noisescope as ns
+from noisescope.model.forwards import sliding_window
 from noisescope.testing import tiny_inputs, tiny_model
 
 WIDTH, VOCABULARY = 16, 40
@@ -151,3 +154,47 @@ def test_extreme_numbers_are_no_fault(edit: Callable[[Any], None], dtype: str) -
     verdict = ns.locate(ns.wrap(model), inputs=tiny_inputs("llama", length=16))
     assert not verdict.suspects, verdict.headline
     assert verdict.verdict == ("healthy" if edit is zero_gain else "undecided")
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, nn.DataParallel], ids=["itself", "in a wrapper"])
+def test_token_ids_are_made_without_a_config(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    """From the smallest table of tokens; the shapes of the design follow."""
+    verdict = ns.locate(ns.wrap(wrap(made(Recurrent))))
+    assert verdict.verdict == "healthy", verdict.headline
+    assert len(verdict.coverage.phases) > 4
+
+
+def test_ids_fit_the_text_part_of_a_config() -> None:
+    sizes = {"vocab_size": 24, "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+    sizes |= {"intermediate_size": 32}
+    encoder, decoder = (transformers.BertConfig(**sizes, is_decoder=on, add_cross_attention=on) for on in (False, True))
+    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
+    config.decoder_start_token_id, config.pad_token_id = 1, 0
+    verdict = ns.locate(ns.wrap(transformers.EncoderDecoderModel(config).eval()), quick=True)
+    assert verdict.verdict == "healthy", verdict.headline
+
+
+def test_layers_with_windows_of_their_own() -> None:
+    """Such a config refuses to be asked for one window."""
+
+    class Config:
+        per_layer_config = {0: SimpleNamespace(sliding_window=8), 1: SimpleNamespace(sliding_window=None)}
+
+        @property
+        def sliding_window(self) -> int:
+            raise RuntimeError("may vary across layers")
+
+    model = made(Recurrent)
+    model.config = Config()  # type: ignore[assignment]
+    assert sliding_window(model) == 8
+    assert sliding_window(tiny_model("mistral")) == tiny_model("mistral").config.sliding_window  # type: ignore[union-attr]
+
+
+def test_norms_and_tables_that_no_forward_calls_are_called_alone() -> None:
+    model = made(Recurrent)
+    model.image_norm, model.image_table = nn.LayerNorm(WIDTH), nn.Embedding(4, WIDTH)  # type: ignore[assignment]
+    verdict = located(model)
+    assert verdict.verdict == "healthy" and verdict.coverage.smallest_share == 1, verdict.headline
+    model.image_norm.register_forward_hook(lambda module, args, y: y * 1.01)  # type: ignore[union-attr]
+    verdict = located(model)
+    assert verdict.verdict == "faulty" and verdict.suspects[0].site.module == "image_norm"
