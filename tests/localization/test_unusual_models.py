@@ -198,3 +198,14 @@ def test_norms_and_tables_that_no_forward_calls_are_called_alone() -> None:
     model.image_norm.register_forward_hook(lambda module, args, y: y * 1.01)  # type: ignore[union-attr]
     verdict = located(model)
     assert verdict.verdict == "faulty" and verdict.suspects[0].site.module == "image_norm"
+
+
+def test_a_token_repeated_is_one_row_of_evidence() -> None:
+    """Its rows differ by round-off alone, and so do their errors."""
+    torch.manual_seed(1)
+    sizes = {"vocab_size": 160, "hidden_size": 48, "num_attention_heads": 4, "num_hidden_layers": 3}
+    config = transformers.LlamaConfig(**sizes, num_key_value_heads=2, intermediate_size=96)
+    model = transformers.LlamaForCausalLM(config).eval()
+    inputs = [{"input_ids": torch.full((2, 64), token)} for token in (7, 10)]
+    verdict = ns.locate(ns.wrap(model), inputs=inputs, quick=True)
+    assert not verdict.suspects, verdict.suspects[0].evidence
