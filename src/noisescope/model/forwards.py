@@ -80,10 +80,13 @@ def vocabulary_size(model: nn.Module) -> int | None:
 def sliding_window(model: nn.Module) -> int | None:
     """The widest window of sliding attention, by the config; layers may each have their own."""
     config: Any = getattr(model, "config", None)
-    layers = getattr(config, "per_layer_config", None) or [config]
-    sizes = (
-        getattr(layer, "sliding_window", None) for layer in (layers.values() if hasattr(layers, "values") else layers)
-    )
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    try:
+        sizes = [getattr(config, "sliding_window", None)]
+    except Exception:  # transformers refuses to name one window where layers differ, with an error of its own
+        layers = config.per_layer_config
+        layers = layers.values() if hasattr(layers, "values") else layers
+        sizes = [getattr(layer, "sliding_window", None) for layer in layers]
     return max((size for size in sizes if isinstance(size, int)), default=None)
 
 
