@@ -116,3 +116,18 @@ def test_entries_of_the_table_of_implementations(monkeypatch) -> None:
             patch.setitem(held, "sdpa", wrong)
             assert {name: original for owner, name, original in patched_functions(model)}["sdpa"] is shipped
             assert located(model).verdict == "faulty"
+
+
+def test_functions_of_a_models_file(monkeypatch) -> None:
+    """The host reads the file again; the note names what was replaced in memory, and nothing else."""
+    from transformers.models.llama import modeling_llama
+
+    model = tiny_model("llama", layers=1)
+    assert names(model) == []
+    original = modeling_llama.apply_rotary_pos_emb
+    forward = modeling_llama.LlamaMLP.forward
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda q, k, *args, **kwargs: original(q, k, *args))
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", lambda self, x: forward(self, x))
+    assert names(model) == [f"{modeling_llama.__name__}.apply_rotary_pos_emb", "LlamaMLP.forward"]
+    verdict = ns.locate(ns.wrap(model), quick=True)
+    assert any("modeling_llama.apply_rotary_pos_emb" in note for note in verdict.notes)

@@ -227,6 +227,7 @@ def test_stored_and_loaded_is_no_alarm(name: str, tmp_path: Path) -> None:
         type(model).from_pretrained(tmp_path, dtype="bfloat16"),
         type(model).from_pretrained(tmp_path).half(),
         type(model).from_pretrained(tmp_path).half().float(),
+        type(model).from_pretrained(tmp_path).double(),
     ):
         report = check_state(ns.wrap(loaded))
         assert not report.suspects

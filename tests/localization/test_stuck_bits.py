@@ -142,3 +142,14 @@ def test_bits_of_a_bias_are_no_stuck_bits():
     assert stuck_channels(y, Reference(values, (), grain=grain, offset=True)) == (False, [])
     faulty = with_stuck_bit(y, 20, 1, slice(3, 4))
     assert stuck_channels(faulty, Reference(values, (), grain=grain, offset=True))[1] == [3]
+
+
+def test_a_closed_gate_is_no_stuck_bit():
+    """gelu: 1 + erf(x) is 0 below about -5.5 in float32, where the exact result is only tiny."""
+    x = drawn(2 * ROWS, WIDTH).float()
+    x[:, 3] = -5.8 - x[:, 3].abs() / 4
+    operator = recompute("gelu", F.gelu, (x,), {}, F.gelu(x), Rows(2 * ROWS, 0))
+    assert bool((operator.y[:, 3] == 0).all()) and bool((operator.reference.values[:, 3] != 0).all())
+    assert stuck_channels(operator.y, operator.reference) == (False, [])
+    broken = with_stuck_bit(operator.y, 4, 0, slice(7, 8))
+    assert stuck_channels(broken, operator.reference) == (False, [7])

@@ -138,7 +138,7 @@ def self_test_of(model: nn.Module, *, seed: int = 0) -> list[ArithmeticFault]:
     plain = [p for p in model.parameters() if p.is_floating_point() and p.dtype.itemsize > 1 and not p.is_meta]
     kinds = {p.device: p.dtype for p in reversed(plain)}
     config = getattr(model, "config", None)
-    width = _setting(config, ("hidden_size", "n_embd", "d_model")) or max((p.shape[-1] for p in plain[:1]), default=64)
+    width = _setting(config, ("hidden_size", "n_embd", "d_model")) or next((p.shape[-1] for p in plain if p.dim()), 64)
     heads = _setting(config, ("num_attention_heads", "n_head", "encoder_attention_heads")) or 4
     return [f for device, dtype in kinds.items() for f in self_test(device, dtype, width=width, heads=heads, seed=seed)]
 

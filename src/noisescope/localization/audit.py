@@ -123,6 +123,18 @@ def _remarks(subject: Subject | nn.Module, model: nn.Module, workloads: list[Wor
     return found
 
 
+def _input_alone(module: nn.Module, operators: tuple[str, ...], generator: torch.Generator) -> Tensor | None:
+    """Random numbers that a linear, a norm or a table can be called with; None for any other module."""
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, Tensor) or weight.is_meta:
+        return None
+    if type(module) is nn.Embedding:
+        return torch.randint(module.num_embeddings, (2, _ALONE), generator=generator).to(weight.device)
+    if type(module) is nn.Linear or (operators == ("norm",) and weight.dim() == 1):
+        return torch.randn(2, _ALONE, weight.shape[-1], generator=generator).to(weight)
+    return None
+
+
 def _apart(inputs: Batch) -> Batch:
     return {k: value if isinstance(value, Tensor) else copy.deepcopy(value) for k, value in inputs.items()}
 
@@ -266,18 +278,18 @@ class AuditRun:
             self.judge_deferred()
 
     def call_alone(self, seed: int) -> None:
-        """Call the linears that no forward called, such as those for images, with random numbers."""
+        """Call the linears, norms and tables that no forward called, such as those for images, with random numbers."""
         known = self.log.judged.modules | self.log.judged.reasons.keys() | self.judged_model().read_directly
         used = {id(p) for name in known for p in self.model.get_submodule(name).parameters(recurse=False)}
         generator = torch.Generator("cpu").manual_seed(seed)
         called = []
-        for name in dict.fromkeys(unit.module for unit in self._anatomy.units):
+        for name, operators in {unit.module: unit.operators for unit in self._anatomy.units}.items():
             module = self.model.get_submodule(name)
-            if type(module) is not nn.Linear or name in known or id(module.weight) in used or module.weight.is_meta:
+            x = None if name in known else _input_alone(module, operators, generator)
+            if x is None or id(module.weight) in used:
                 continue
             tree, y = CallTree(self._states, "calls alone", self.log.forwards), None
             self.log.begin(self.log.forwards, keep_hashes=False, repeated=False)
-            x = torch.randn(2, _ALONE, module.in_features, generator=generator).to(module.weight)
             with (
                 contextlib.suppress(Exception),  # of a hook that needs the rest of the model: then it is not judged
                 watch(self.model, tree.end, lambda unit, operator: True, before=tree.begin, anatomy=self._anatomy),
@@ -351,6 +363,7 @@ class AuditRun:
         self._has_short |= any(is_driven(node.operator, (node.args, node.kwargs)) for node in tree.nodes)
         for node in sorted(tree.nodes, key=lambda node: node.order):
             waiting = self._deferred.setdefault(node.site("output"), Deferred()) if can_be_stacked(node) else None
+            waiting = waiting if waiting is not None and waiting.takes(node) else None
             if waiting is not None and base and node.operator == "linear" and opened:
                 self._defer(node, waiting.checked)
             elif waiting is not None and base and node.operator == "linear":

@@ -260,7 +260,7 @@ def _join(head: Suspect, others: Sequence[Suspect]) -> Suspect:
     sites = tuple(site for other in others for site in (other.site, *other.also))
     layers = {site.place for site in sites if isinstance(site.place, int)} - {head.site.place}
     modules = len({site.module for site in sites})
-    words = f"the same in {len(layers)} other layers"
+    words = f"the same in {len(layers)} other layer{'s' * (len(layers) != 1)}"
     if modules > len(layers):
         words += f", {modules} other modules in all"
     return dataclasses.replace(

@@ -20,6 +20,7 @@ from noisescope.localization.exact_functions import CHOICES
 from noisescope.localization.host_copies import HostStates, copied, tensors_in
 from noisescope.localization.tensors import bits_of, on_host
 from noisescope.model.anatomy import ATTENTION, EXPERTS, MODULE, ROTARY, ROUTER, Anatomy, Unit
+from noisescope.probe.functions import inside_vmap
 from noisescope.probe.recorded_call import RecordedCall
 from noisescope.sites import FUSED, WHOLE, Place, Site, place_order
 
@@ -109,7 +110,7 @@ class CallTree:
 
     def chosen(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Record a choice made by the code of the running module."""
-        if not self._open:
+        if not self._open or inside_vmap():
             return
         parent = self._open[-1]
         with torch._C.DisableTorchFunction():

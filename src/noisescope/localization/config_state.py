@@ -137,8 +137,9 @@ def _buffer_faults(
     if not found.is_floating_point():
         yield StateFault(path, f"the buffer {name} differs from the one built from the config", kind)
         return
-    # Devices compute powers and quotients to an ulp or two, and a cast to 16 bits may then go either way.
-    eps = torch.finfo(found.dtype).eps
+    # Devices compute powers and quotients to an ulp or two, and a cast to 16 bits may then go either way. A float64
+    # model may have computed them in float32, before it was cast.
+    eps = max(torch.finfo(found.dtype).eps, torch.finfo(torch.float32).eps)
     gap = (found.double() - wanted.double()).abs()
     if bool((gap <= (8 if eps < 1e-5 else 1) * eps * wanted.double().abs()).all()):
         return
@@ -172,7 +173,7 @@ def compare_attributes(model: nn.Module, fresh: nn.Module) -> Compared:
         faults += _functions_for_modules(path, module, other)
         if type(module) is not type(other):
             faults += _activation_fault(path, module, other)
-            own[f"{type(module).__name__} in place of {type(other).__name__}"] += 1
+            own[f"{_distinct_name(type(module), type(other))} in place of {type(other).__name__}"] += 1
             own_code.append(f"{type(module).__name__} at {path}")
             continue
         here, there = plain_attributes(module), plain_attributes(other)
@@ -187,9 +188,16 @@ def compare_attributes(model: nn.Module, fresh: nn.Module) -> Compared:
     faults += scales.faults
     compared += scales.compared
     notes = [
-        f"{words} in {count} modules: checked against its own code, not the config's" for words, count in own.items()
+        f"{words} in {count} module{'s' * (count > 1)}: checked against its own code, not the config's"
+        for words, count in own.items()
     ]
     return Compared((*faults, *_untied(model, fresh)), compared, notes=tuple(notes), own_code=tuple(own_code))
+
+
+def _distinct_name(kind: type, other: type) -> str:
+    """With its package where both classes have one name, as PEFT's Linear and torch's."""
+    alike = kind.__name__ == other.__name__
+    return f"{kind.__module__.partition('.')[0]}'s {kind.__name__}" if alike else kind.__name__
 
 
 def _adapter_scales(model: nn.Module) -> Compared:

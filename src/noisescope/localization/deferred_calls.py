@@ -42,6 +42,10 @@ class Deferred:
     def first(self) -> Node | None:
         return next(iter((*self.apart, *self.again, *self.others, *self.checked)), None)
 
+    def takes(self, node: Node) -> bool:
+        """Whether its rows are as wide as those that wait: rows [B, C, T] of a channel are as long as the text."""
+        return self.first is None or self.first.output.shape[-1] == node.output.shape[-1]
+
     @property
     def as_one(self) -> list[Node]:
         return [*self.others, *self.checked]

@@ -68,7 +68,7 @@ def judge_norm(call: DrivenNorm, twin: HostTwin, known: dict[tuple[object, ...],
     """Judge a driven norm; None if its code can't run on the host. `known` is what its class's code adds to a row."""
     width = call.x.shape[-1]
     formula = norm_formula(call.callee, width)
-    if formula is None:
+    if formula is None or not bool(_gain(call, formula)[0].any()):  # a gain of 0 lets nothing of its input through
         return None
     rows = Rows(call.x.numel(), 0)
     found = norm_by(formula, call.callee, call.x, call.y, rows)
@@ -118,12 +118,9 @@ class _Factors:
 
 def _factors(error: Tensor, call: DrivenNorm, formula: NormFormula, reference: Reference) -> _Factors:
     """Per row, the least-squares error along the normalised row and, if the mean is subtracted, along the gain."""
-    stored = formula.parameters_of(call.callee)[0]
-    weight = None if stored is None else on_host(stored).double()
+    gain, weight = _gain(call, formula)
     wide = call.x.double().reshape(-1, call.x.shape[-1])[: len(error)]
     along = formula.apply(wide, weight, None)[0]
-    gain = torch.ones(wide.shape[-1], dtype=torch.float64) if weight is None else weight
-    gain = gain + 1 if formula.gain == "one_plus_weight" else gain
     patterns = [along, gain.expand_as(along)] if formula.centred else [along]
     lever = reference.variance.reciprocal()
     design = torch.stack(patterns, -1)
@@ -138,6 +135,15 @@ def _factors(error: Tensor, call: DrivenNorm, formula: NormFormula, reference: R
     free_share = 1 - len(patterns) / error.shape[-1]
     seen = float((rest.square() * lever).mean()) / max(free_share, 0.5)
     return _Factors(found, inverse.diagonal(dim1=-2, dim2=-1), lean, seen)
+
+
+def _gain(call: DrivenNorm, formula: NormFormula) -> tuple[Tensor, Tensor | None]:
+    """What each channel is multiplied by, and the weight that says so."""
+    stored = formula.parameters_of(call.callee)[0]
+    if stored is None:
+        return torch.ones(call.x.shape[-1], dtype=torch.float64), None
+    weight = on_host(stored).double()
+    return weight + 1 if formula.gain == "one_plus_weight" else weight, weight
 
 
 def _host_scatter(call: DrivenNorm, twin: HostTwin, formula: NormFormula) -> tuple[float, ...]:

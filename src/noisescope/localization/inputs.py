@@ -26,6 +26,7 @@ from noisescope.model.forwards import (
     dtype_of,
     evaluating,
     last_token_logits,
+    safe_vocabulary,
     vocabulary_size,
 )
 from noisescope.model.loading import Subject
@@ -215,7 +216,9 @@ def _tokens(tokenizer: Any, text: str) -> Tensor:
 def _made(model: nn.Module, tokenizer: Any, seed: int) -> list[Batch]:
     config = getattr(model, "config", None)
     length = min(LENGTH, positions_of(model) or LENGTH)
-    if vocabulary_size(model) is not None and getattr(model, "main_input_name", "input_ids") not in _OF_SOUND:
+    known, _, takes_any = arguments_of(model)
+    takes_ids = getattr(model, "main_input_name", "input_ids") not in _OF_SOUND and (takes_any or "input_ids" in known)
+    if takes_ids and safe_vocabulary(model) is not None:
         both = made_ids(model, tokenizer, paragraphs(seed), (2, ROWS, length), seed)
         if getattr(config, "is_encoder_decoder", False):
             return [{"input_ids": ids, "decoder_input_ids": ids.flip(-1)} for ids in both]
@@ -239,7 +242,7 @@ def positions_of(model: nn.Module) -> int | None:
 
 def made_ids(model: nn.Module, tokenizer: Any, texts: Sequence[str], shape: tuple[int, ...], seed: int) -> Tensor:
     """Token ids of texts, repeated if too short; random ids if there is no matching tokenizer."""
-    vocabulary = vocabulary_size(model) or 1
+    vocabulary = safe_vocabulary(model) or 1
     tokens = None if tokenizer is None else _text_tokens(tokenizer, math.prod(shape), texts)
     if tokens is None or int(tokens.max()) >= vocabulary:
         return _random_ids(vocabulary, shape, seed)

@@ -40,7 +40,9 @@ def patched_functions(model: nn.Module) -> list[tuple[Any, str, Any]]:
             found += [entry for each in list(vars(module).values()) for entry in _replaced_entries(each)]
     for cls in dict.fromkeys(cls for module in model.modules() for cls in type(module).__mro__):
         home = sys.modules.get(cls.__module__)
-        if home is not None and not cls.__module__.startswith((_LIBRARY, "torch.", "builtins")):
+        if home is not None and cls.__module__.startswith(_READ_AGAIN):
+            found += [(owner, key, original) for owner in (home, cls) for key, original in _replaced(home, owner)]
+        elif home is not None and not cls.__module__.startswith((_LIBRARY, "torch.", "builtins")):
             found += [(cls, key, original) for key, original in _replaced(home, cls)]
     return list({(id(owner), key): (owner, key, value) for owner, key, value in found}.values())
 

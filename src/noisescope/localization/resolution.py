@@ -81,8 +81,8 @@ def in_one_line(rows: Iterable[Resolution]) -> str:
 
 
 def percent_of(share: float) -> str:
-    """A small share, to two digits: "0.84 %"."""
-    return f"{100 * share:.2g} %"
+    """A share, to two digits: "0.84 %", "100 %"."""
+    return f"{float(f'{100 * share:.2g}'):g} %"
 
 
 def _short(dtype: object) -> str:

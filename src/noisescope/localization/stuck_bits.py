@@ -12,6 +12,7 @@ into few cells of its format, where errors are the same: numbers that occur twic
 One thing sets healthy bits to 0, never to 1: sums that cancel are multiples of a spacing coarser than their own. Below
 the spacing of the largest partial sum there can be (`Reference.grain`) a 0 says nothing, and the row does not count.
 Where a bias is added (`Reference.offset`), a 1 says nothing there either: the bits of a coarser sum are the bias's own.
+A number that may be off by all of itself may be 0: 1 + erf(x) is, for x far below 0, and so is gelu's output.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ def stuck_channels(y: Tensor, reference: Reference, *, below_one: bool = False) 
     if not _enough(y.numel()):
         return False, []
     grain = torch.zeros_like(reference.values) if reference.grain is None else reference.grain
+    grain = torch.where(reference.bound < reference.values.abs(), grain, torch.inf)
     tensors, offset = (y, reference.values, grain), reference.offset
     some = slice(None, None, max(1, y.numel() // _MOST_ELEMENTS))
     whole = bool(_stuck(*_bits(*(t.flatten()[some, None] for t in tensors), below_one=below_one), offset=offset))

@@ -91,6 +91,18 @@ def distinct_rows(x: Tensor, *others: Tensor, among: Sequence[int] | None = None
     return sorted(row for alike in seen.values() for row in alike)
 
 
+def rows_apart(values: Tensor, *, among: Sequence[int], share: float) -> list[int]:
+    """Of these rows, those that differ from each other by more than a share of the rms, in some of 64 columns."""
+    some = values[list(among)][:, :: max(1, values.shape[1] // 64)]
+    limit, near = share * rms(some), torch.zeros(len(some), dtype=torch.bool)
+    kept = []
+    for at, row in enumerate(among):
+        if not near[at]:
+            kept.append(row)
+            near |= (some - some[at]).abs().amax(1) <= limit
+    return kept
+
+
 def any_row_bits(bits: Tensor) -> Tensor:
     """The bits that are 1 in any row of [R, C]."""
     return torch.from_numpy(np.bitwise_or.reduce(bits.numpy(), axis=0))

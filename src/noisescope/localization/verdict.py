@@ -164,13 +164,18 @@ class Verdict(Tabular):
             "coverage": self.coverage.to_dict(),
         }
 
+    @property
+    def forwards_in_words(self) -> str:
+        number = f"{self.forwards:.1f}".removesuffix(".0")
+        return f"{number} forward{'s' * (number != '1')}"
+
     def sheet(self) -> Sheet:
         found = [suspect.to_dict() for suspect in self.suspects]
         suspects = Table(_COLUMNS, tuple(tuple(row[name] for name in _COLUMNS) for row in found))
         heads = {"place": "place", "operator": "operator", "module": "module", "fault_class": "kind of fault"}
         heads |= {"confidence": "confidence", "evidence": "evidence"}
         not_run = f"Not run: {'; '.join(self.coverage.not_run)}" if self.coverage.not_run else ""
-        lines = (f"{self.method}, {self.forwards:g} forwards, {self.checked:,} checks.", not_run, *self.notes)
+        lines = (f"{self.method}, {self.forwards_in_words}, {self.checked:,} checks.", not_run, *self.notes)
         tables = {"suspects": suspects, "coverage": Table.of(Cell, self.coverage.cells)}
         return Sheet(self.headline, tables, heads, tuple(filter(None, lines)), tone=_TONES[self.verdict])
 

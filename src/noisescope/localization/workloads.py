@@ -34,7 +34,7 @@ from noisescope.localization.inputs import (
     positions_of,
     prompts_in,
 )
-from noisescope.model.forwards import vocabulary_size
+from noisescope.model.forwards import sliding_window, vocabulary_size
 
 STEPS = 4  # of decode, unless given
 LONG = 257  # tokens: several tiles and one
@@ -231,8 +231,8 @@ class _Maker:
         unpadded = "attention_mask" not in self.arguments or (phase.padding == "left" and self.two_stacks)
         if unpadded and phase.padding:
             phase = dataclasses.replace(phase, padding="")
-        window = getattr(self.config, "sliding_window", None)
-        if phase.tokens == LONG and isinstance(window, int) and window >= phase.tokens:
+        window = sliding_window(self.model) or 0
+        if phase.tokens == LONG and window >= phase.tokens:
             if window <= WIDEST_WINDOW:
                 return dataclasses.replace(phase, tokens=window + 1)
             self.not_run.append(f"more tokens than the sliding window of {window}: give --tokens {window + 1}")

@@ -309,8 +309,8 @@ def _is_router(name: str, module: nn.Module) -> bool:
 
 
 def _is_innermost_attention(module: nn.Module) -> bool:
-    def named(m: nn.Module) -> bool:
-        return bool(_ATTENTION_CLASS.search(type(m).__name__)) and any(True for _ in m.parameters())
+    def named(m: nn.Module) -> bool:  # quantised weights are buffers
+        return bool(_ATTENTION_CLASS.search(type(m).__name__) and (*m.parameters(), *m.buffers()))
 
     return named(module) and not any(named(m) for m in module.modules() if m is not module)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import platform
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from noisescope.errors import InvalidInput
 
 Prompts = tuple[tuple[int, ...], ...]  # token ids
+_OF_POSITIONS = re.compile(r"pos|wpe|type|segment")  # in names of tables that take no token ids
 
 
 @contextmanager
@@ -68,9 +70,33 @@ def dtype_of(model: nn.Module) -> str:
 
 
 def vocabulary_size(model: nn.Module) -> int | None:
-    """How many token ids the model accepts; None if its config does not say."""
-    found: int | None = getattr(getattr(model, "config", None), "vocab_size", None)
-    return found
+    """How many token ids the model accepts; None if its config, or that of its text part, does not say."""
+    config: Any = getattr(model, "config", None)
+    configs = [config, config.get_text_config()] if hasattr(config, "get_text_config") else [config]
+    sizes = (getattr(one, "vocab_size", None) for one in configs)
+    return next((size for size in sizes if isinstance(size, int)), None)
+
+
+def sliding_window(model: nn.Module) -> int | None:
+    """The widest window of sliding attention, by the config; layers may each have their own."""
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    try:
+        sizes = [getattr(config, "sliding_window", None)]
+    except Exception:  # transformers refuses to name one window where layers differ, with an error of its own
+        layers = config.per_layer_config
+        layers = layers.values() if hasattr(layers, "values") else layers
+        sizes = [getattr(layer, "sliding_window", None) for layer in layers]
+    return max((size for size in sizes if isinstance(size, int)), default=None)
+
+
+def safe_vocabulary(model: nn.Module) -> int | None:
+    """Token ids that every table accepts; without a config the smallest that is not of positions. None if unknown."""
+    if getattr(model, "config", None) is not None:
+        return vocabulary_size(model)
+    tables = [(name, one) for name, one in model.named_modules() if isinstance(one, nn.Embedding)]
+    named = [one.num_embeddings for name, one in tables if not _OF_POSITIONS.search(name)]
+    return min(named, default=None)
 
 
 def check_vocabulary(model: nn.Module, prompts: Prompts, what: str) -> None:

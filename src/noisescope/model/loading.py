@@ -166,7 +166,8 @@ def wrap(model: nn.Module, tokenizer: Any = None) -> Subject:
     >>> ns.wrap(ns.load("tiny:llama").model).anatomy.blocks
     ('model.layers.0', 'model.layers.1')
     """
-    return Subject(model, tokenizer, dissect(model), getattr(model, "name_or_path", "") or type(model).__name__)
+    anatomy = dissect(model, require_blocks=False)
+    return Subject(model, tokenizer, anatomy, getattr(model, "name_or_path", "") or type(model).__name__)
 
 
 def outline(

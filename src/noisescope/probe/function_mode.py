@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from noisescope.errors import UnsupportedModel
-from noisescope.probe.functions import OUTER, Function, is_turned, operands, operators_within
+from noisescope.probe.functions import OUTER, Function, inside_vmap, is_turned, operands, operators_within
 from noisescope.probe.operator_target import CallListener, Context, Once, OperatorTarget, Target
 from noisescope.probe.unfused_attention import FUSED_FUNCTION, scaled_dot_product
 from noisescope.sites import CACHED, FUSED
@@ -76,7 +76,11 @@ class OperatorCalls(TorchFunctionMode):
         tensors = [arg for arg in args if isinstance(arg, Tensor)]
         if (func is torch.einsum or func in OUTER) and len(tensors) < 2:  # a permutation, a sum; a scaled cosine
             return ""
-        if self._weights and any(tensor.untyped_storage().data_ptr() in self._weights for tensor in tensors):
+        if (
+            self._weights
+            and not inside_vmap()
+            and any(tensor.untyped_storage().data_ptr() in self._weights for tensor in tensors)
+        ):
             return "linear"  # `x @ self.weight`: a projection written by hand
         return operator
 

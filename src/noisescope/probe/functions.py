@@ -14,6 +14,13 @@ from noisescope.model.anatomy import EXPERTS, ROTARY, ROUTER
 Function = Callable[..., Any]
 
 _T = torch.Tensor
+
+
+def inside_vmap() -> bool:
+    """Whether a function transform (torch.vmap, torch.func.grad) is running: its tensors have no storage."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 _MATMUL = (torch.matmul, torch.mm, torch.einsum, _T.matmul, _T.mm, _T.__matmul__, _T.__rmatmul__)
 _BMM = (torch.bmm, torch.baddbmm, _T.bmm, _T.baddbmm)
 _LINEAR = (F.linear, torch.addmm, _T.addmm)

@@ -20,7 +20,7 @@ from noisescope.injection import Injection, Perturbation
 from noisescope.model.anatomy import Unit
 from noisescope.probe.draws import Draw, Rows
 from noisescope.probe.formats import Format
-from noisescope.probe.functions import first_tensor, with_tensor
+from noisescope.probe.functions import first_tensor, inside_vmap, with_tensor
 from noisescope.probe.recorded_call import RecordedCall, by_head
 from noisescope.probe.tally import SiteCount
 from noisescope.sites import Site
@@ -266,6 +266,8 @@ class CallListener:
     ) -> Any:
         """Make one call of the operator; `call` is how `callee` is reached past its wrapper."""
         if (self._reporting and not self._repeated) or (context.recomputing and not self._recomputed):
+            return call(*args, **kwargs)
+        if inside_vmap():  # its tensors have no numbers of their own: the code around it is what can be seen
             return call(*args, **kwargs)
         known = (self.unit, self.operator, callee)
         if self._before is not None:

@@ -90,8 +90,7 @@ def _bullets(lines: Sequence[str]) -> Bullets:
 
 
 def _method(verdict: Verdict) -> str:
-    forwards = f"{verdict.forwards:.1f}".removesuffix(".0")
-    return f"{verdict.method}, {counted(verdict.checked, 'check')}, {forwards} forward{'s' * (forwards != '1')}"
+    return f"{verdict.method}, {counted(verdict.checked, 'check')}, {verdict.forwards_in_words}"
 
 
 def _sections(verdict: Verdict) -> Iterator[tuple[str, str, list[str]]]:

@@ -1,0 +1,211 @@
+"""Healthy models of unusual structure, or with unusual numbers, raise no alarm and are judged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+
+import noisescope as ns
+from noisescope.model.forwards import sliding_window
+from noisescope.testing import tiny_inputs, tiny_model
+
+WIDTH, VOCABULARY = 16, 40
+
+
+class Own(nn.Module):
+    """No blocks and no config: an embedding, whatever a subclass does, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def between(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.head(self.between(self.table(input_ids)))
+
+
+class ChannelsFirst(Own):
+    """Batch normalisation of [batch, channels, tokens], as beside a convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def between(self, x: Tensor) -> Tensor:
+        return self.norm(x.transpose(1, 2)).transpose(1, 2)
+
+
+class ScalarFirst(Own):
+    """Its first parameter is a number."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.temperature = nn.Parameter(torch.tensor(0.7))
+        self.table, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+
+    def between(self, x: Tensor) -> Tensor:
+        return x / self.temperature
+
+
+class Ensemble(Own):
+    """Products and a module inside torch.vmap, whose tensors have no storage, and a choice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.randn(3, WIDTH, WIDTH) / 4)
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def between(self, x: Tensor) -> Tensor:
+        def member(weight: Tensor) -> Tensor:
+            y = self.norm(x @ weight)
+            return y - y.topk(4, -1).values[..., -1:]
+
+        return torch.vmap(member)(self.weights).mean(0)
+
+
+class Recurrent(Own):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+
+    def between(self, x: Tensor) -> Tensor:
+        return self.lstm(x)[0]
+
+
+def made(kind: type[Own]) -> Own:
+    torch.manual_seed(1)
+    return kind().eval()
+
+
+def located(model: nn.Module, **kwargs: Any) -> Any:
+    draw = torch.Generator().manual_seed(2)
+    ids = [torch.randint(VOCABULARY, (2, 24), generator=draw) for _ in range(2)]
+    return ns.locate(ns.wrap(model), inputs=[{"input_ids": each} for each in ids], **kwargs)
+
+
+@pytest.mark.parametrize("kind", [ChannelsFirst, ScalarFirst, Ensemble, Recurrent])
+def test_a_model_without_blocks(kind: type[Own]) -> None:
+    verdict = located(made(kind))
+    assert verdict.verdict == "healthy", verdict.headline
+    assert verdict.coverage.smallest_share == 1
+
+
+def test_a_fault_in_a_model_without_blocks() -> None:
+    model = made(Recurrent)
+    model.lstm.register_forward_hook(lambda module, args, output: (output[0] * 1.05, output[1]))
+    suspect = located(model, quick=True).suspects[0]
+    assert "head" in (suspect.site.module, *suspect.evidence.split()) or "lstm" in suspect.site.module
+
+
+class Packed(nn.Module):
+    """A linear with 8-bit weights, which are buffers."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
+        self.register_buffer("codes", (linear.weight.detach() / scale).round().to(torch.int8))
+        self.register_buffer("scale", scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.codes.to(x.dtype) * self.scale)
+
+
+def test_attention_between_packed_weights_is_judged() -> None:
+    model: Any = tiny_model("llama").bfloat16()
+    for layer in model.model.layers:
+        for name, linear in list(layer.self_attn.named_children()):
+            setattr(layer.self_attn, name, Packed(linear))
+    verdict = ns.locate(ns.wrap(model), quick=True)
+    assert verdict.verdict == "healthy", verdict.headline
+    kinds = {(unit.module, unit.kind) for unit in ns.dissect(model).units}
+    assert ("model.layers.0.self_attn", "attention") in kinds
+
+
+def zero_gain(model: Any) -> None:
+    model.model.layers[0].input_layernorm.weight.zero_()
+
+
+def tiny_embeddings(model: Any) -> None:
+    model.model.embed_tokens.weight.mul_(1e-20)
+
+
+def tiny_weights(model: Any) -> None:
+    for parameter in model.parameters():
+        parameter.mul_(1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("edit", [zero_gain, tiny_embeddings, tiny_weights])
+def test_extreme_numbers_are_no_fault(edit: Callable[[Any], None], dtype: str) -> None:
+    """Products of tiny numbers are subnormal: nothing can be said of them, but they are no fault."""
+    model: Any = tiny_model("llama").to(getattr(torch, dtype))
+    with torch.no_grad():
+        edit(model)
+    verdict = ns.locate(ns.wrap(model), inputs=tiny_inputs("llama", length=16))
+    assert not verdict.suspects, verdict.headline
+    assert verdict.verdict == ("healthy" if edit is zero_gain else "undecided")
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, nn.DataParallel], ids=["itself", "in a wrapper"])
+def test_token_ids_are_made_without_a_config(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    """From the smallest table of tokens; the shapes of the design follow."""
+    verdict = ns.locate(ns.wrap(wrap(made(Recurrent))))
+    assert verdict.verdict == "healthy", verdict.headline
+    assert len(verdict.coverage.phases) > 4
+
+
+def test_ids_fit_the_text_part_of_a_config() -> None:
+    sizes = {"vocab_size": 24, "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+    sizes |= {"intermediate_size": 32}
+    encoder, decoder = (transformers.BertConfig(**sizes, is_decoder=on, add_cross_attention=on) for on in (False, True))
+    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
+    config.decoder_start_token_id, config.pad_token_id = 1, 0
+    verdict = ns.locate(ns.wrap(transformers.EncoderDecoderModel(config).eval()), quick=True)
+    assert verdict.verdict == "healthy", verdict.headline
+
+
+def test_layers_with_windows_of_their_own() -> None:
+    """Such a config refuses to be asked for one window."""
+
+    class Config:
+        per_layer_config = {0: SimpleNamespace(sliding_window=8), 1: SimpleNamespace(sliding_window=None)}
+
+        @property
+        def sliding_window(self) -> int:
+            raise RuntimeError("may vary across layers")
+
+    model = made(Recurrent)
+    model.config = Config()  # type: ignore[assignment]
+    assert sliding_window(model) == 8
+    assert sliding_window(tiny_model("mistral")) == tiny_model("mistral").config.sliding_window  # type: ignore[union-attr]
+
+
+def test_norms_and_tables_that_no_forward_calls_are_called_alone() -> None:
+    model = made(Recurrent)
+    model.image_norm, model.image_table = nn.LayerNorm(WIDTH), nn.Embedding(4, WIDTH)  # type: ignore[assignment]
+    verdict = located(model)
+    assert verdict.verdict == "healthy" and verdict.coverage.smallest_share == 1, verdict.headline
+    model.image_norm.register_forward_hook(lambda module, args, y: y * 1.01)  # type: ignore[union-attr]
+    verdict = located(model)
+    assert verdict.verdict == "faulty" and verdict.suspects[0].site.module == "image_norm"
+
+
+def test_a_token_repeated_is_one_row_of_evidence() -> None:
+    """Its rows differ by round-off alone, and so do their errors."""
+    torch.manual_seed(1)
+    sizes = {"vocab_size": 160, "hidden_size": 48, "num_attention_heads": 4, "num_hidden_layers": 3}
+    config = transformers.LlamaConfig(**sizes, num_key_value_heads=2, intermediate_size=96)
+    model = transformers.LlamaForCausalLM(config).eval()
+    inputs = [{"input_ids": torch.full((2, 64), token)} for token in (7, 10)]
+    verdict = ns.locate(ns.wrap(model), inputs=inputs, quick=True)
+    assert not verdict.suspects, verdict.suspects[0].evidence
