@@ -288,7 +288,7 @@ class AuditRun:
                 for node in tree.nodes:
                     self.log.nonfinite.see(node)
                     self.log.call(node)
-                    self.log.returned(node, y)
+                    self.log.passed_through_hooks(node, {}, y)
         words = f"called alone, with random numbers, because no forward calls them: {', '.join(called)}"
         self.log.remarks += [words] * bool(called)
 
@@ -329,6 +329,7 @@ class AuditRun:
         if not decoding:  # a cache that is given grows: each forward gets its own
             self._batches[number] = inputs
             inputs = _apart(inputs)
+        given = {name: x.clone() for name, x in inputs.items() if isinstance(x, Tensor)}  # a hook may write to them
         self.log.begin(number, keep_hashes=keep_hashes, repeated=repeated)
         tree = CallTree(self._states, str(phase) if phase is not None else "", self.log.forwards)
 
@@ -341,11 +342,12 @@ class AuditRun:
             self._copy_model()
         with self.host():
             self._states.settle()
-            self._judge(tree, output, opened, base=base, together=not (keep_hashes or repeated))
+            self._judge(tree, opened, base=base, together=not (keep_hashes or repeated))
+            self.log.passed_through_hooks(tree.root, given, output)
             self._states.adopt()
         return output
 
-    def _judge(self, tree: CallTree, output: Any, opened: frozenset[str], *, base: bool, together: bool) -> None:
+    def _judge(self, tree: CallTree, opened: frozenset[str], *, base: bool, together: bool) -> None:
         for node in tree.nodes:
             self.log.nonfinite.see(node)
         self._has_short |= any(is_driven(node.operator, (node.args, node.kwargs)) for node in tree.nodes)
@@ -376,4 +378,3 @@ class AuditRun:
             # Where attention was decomposed, its code did not run as written.
             written = [node for node in tree.nodes if not any(child.module in opened for child in node.children)]
             self._twin.follow(written, self.log.code)
-        self.log.returned(tree.root, output)

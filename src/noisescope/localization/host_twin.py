@@ -52,6 +52,7 @@ from noisescope.localization.twin_comparison import (
 )
 from noisescope.model.forwards import device_of
 from noisescope.probe.unfused_attention import multihead
+from noisescope.sites import FUSED
 
 
 def autocast_of(model: nn.Module) -> torch.dtype | None:
@@ -327,8 +328,13 @@ def _code_of(module: nn.Module) -> Callable[..., Any]:
 
 
 def _alike_call(child: Node, args: tuple[Any, ...]) -> bool:
-    """Whether a call of the same function has as many tensors and the same strings (an einsum's equation)."""
-    return _words(args) == _words(child.args) and len(list(tensors_in(args))) == len(list(tensors_in(child.args)))
+    """Whether a call of the same function has tensors of the same shapes and the same strings (an einsum's equation).
+
+    Fused attention may be given its keys once or repeated for each head, with the same result.
+    """
+    here, there = ([x.shape for _, x in tensors_in(each)] for each in (args, child.args))
+    same = len(here) == len(there) if child.operator == FUSED else here == there
+    return same and _words(args) == _words(child.args)
 
 
 def _same_words(child: Node, args: Any, kwargs: Any) -> bool:

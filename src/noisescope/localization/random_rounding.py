@@ -77,7 +77,7 @@ def limits_of(
             continue
         variance = torch.where(wide.isfinite(), wide, 0.0).square().mean(0)
         pooled = variance.mean(-1, keepdim=True) if variance.dim() else variance
-        form = number_format(_narrow(got))
+        form = max((number_format(_narrow(x)) for x in (got, expected)), key=lambda each: each.bits)  # no cast in between
         ulp = form.ulp(torch.where(expected.isfinite(), expected, 0.0).double())
         limits[key] = Z_ELEMENT * (variance + pooled).sqrt() + (_ULPS if form.bits > 20 else 1) * ulp
     return limits
