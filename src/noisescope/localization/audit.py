@@ -63,6 +63,7 @@ from noisescope.sites import FUSED, Site
 _MOST_DEFERRED = max(1 << 30, host_memory() // 8)  # bytes of calls that wait: beyond that weights are copied again
 _AGAIN = 6  # repetitions of the first batch: cheap, since only what changes is judged, and rare faults need forwards
 _ALONE = 32  # tokens given to a module that no forward calls
+_ROWS_OF_TABLES = 1 << 12  # of an embedding that are looked up beside those of the prompts
 _TRIES = 3  # forwards with attention decomposed, in which an intermittent fault may show its operator
 _FORMULAS = ("linear", "norm", "silu", "gelu", "embedding", "softmax", "matmul", "bmm", FUSED)
 
@@ -266,31 +267,41 @@ class AuditRun:
             self.judge_deferred()
 
     def call_alone(self, seed: int) -> None:
-        """Call the linears that no forward called, such as those for images, with random numbers."""
+        """Call what no forward shows: linears without a call, such as those for images, and other rows of tables."""
         known = self.log.judged.modules | self.log.judged.reasons.keys() | self.judged_model().read_directly
         used = {id(p) for name in known for p in self.model.get_submodule(name).parameters(recurse=False)}
         generator = torch.Generator("cpu").manual_seed(seed)
         called = []
         for name in dict.fromkeys(unit.module for unit in self._anatomy.units):
             module = self.model.get_submodule(name)
-            if type(module) is not nn.Linear or name in known or id(module.weight) in used or module.weight.is_meta:
-                continue
-            tree, y = CallTree(self._states, "calls alone", self.log.forwards), None
-            self.log.begin(self.log.forwards, keep_hashes=False, repeated=False)
-            x = torch.randn(2, _ALONE, module.in_features, generator=generator).to(module.weight)
-            with (
-                contextlib.suppress(Exception),  # of a hook that needs the rest of the model: then it is not judged
-                watch(self.model, tree.end, lambda unit, operator: True, before=tree.begin, anatomy=self._anatomy),
-            ):
-                y = module(x)
-                called.append(name)
-            with self.host():
-                for node in tree.nodes:
-                    self.log.nonfinite.see(node)
-                    self.log.call(node)
-                    self.log.passed_through_hooks(node, {}, y)
+            if type(module) is nn.Linear and not module.weight.is_meta:
+                if name not in known and id(module.weight) not in used:
+                    x = torch.randn(2, _ALONE, module.in_features, generator=generator).to(module.weight)
+                    called += [name] * self._called_alone(module, x)
+            elif type(module) is nn.Embedding and not module.weight.is_meta:
+                rows = (
+                    torch.linspace(0, len(module.weight) - 1, min(_ROWS_OF_TABLES, len(module.weight))).round().long()
+                )
+                self._called_alone(module, rows[None].to(module.weight.device))
         words = f"called alone, with random numbers, because no forward calls them: {', '.join(called)}"
         self.log.remarks += [words] * bool(called)
+
+    def _called_alone(self, module: nn.Module, x: Tensor) -> bool:
+        """Call a module outside a forward, and judge the call; False if that is impossible."""
+        tree, y = CallTree(self._states, "calls alone", self.log.forwards), None
+        self.log.begin(self.log.forwards, keep_hashes=False, repeated=False)
+        with (
+            contextlib.suppress(Exception),  # of a hook that needs the rest of the model: then it is not judged
+            watch(self.model, tree.end, lambda unit, operator: True, before=tree.begin, anatomy=self._anatomy),
+        ):
+            y = module(x)
+        with self.host():
+            for node in tree.nodes:
+                self.log.nonfinite.see(node)
+                self.log.call(node)
+                self.log.passed_through_hooks(node, {}, y)
+        self.log.forwards -= 1  # it was none of the model
+        return y is not None
 
     def drive(self, inputs: Batch, seed: int) -> None:
         """Call 16-bit norms, softmax and attention again, with inputs that reveal their internal arithmetic."""

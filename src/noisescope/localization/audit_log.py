@@ -177,11 +177,9 @@ class AuditLog:
     def passed_through_hooks(self, root: Node, inputs: dict[str, Any], output: Any) -> None:
         """Check that the model received what the caller gave, and the caller what it returned, despite its hooks."""
         received, made = dict(tensors_in(root.kwargs)), dict(tensors_in(root.output))
-        given = [("input", path, received.get(path), on_host(x)) for path, x in tensors_in(inputs)]
-        given += [("output", path, on_host(x), made.get(path)) for path, x in tensors_in(output)]
-        for tensor, path, got, expected in given:
-            if got is None or expected is None:
-                continue
+        pairs = [("input", path, received[path], on_host(x)) for path, x in tensors_in(inputs) if path in received]
+        pairs += [("output", path, on_host(x), made[path]) for path, x in tensors_in(output) if path in made]
+        for tensor, path, got, expected in pairs:
             if tensor == "input":  # a hook may cast what is given, as mixed precision does
                 expected = expected.to(got.dtype)
             if got.shape != expected.shape or bool(differing(got, expected).any()):

@@ -17,6 +17,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -33,6 +34,10 @@ _FREE = {
     "training", "gradient_checkpointing", "padding_idx", "pad_token_id", "num_labels", "problem_type", "vocab_size",
     "max_seq_len_cached", "name_or_path", "inplace", "in_features", "out_features", "num_embeddings", "embedding_dim",
     "loss_type", "kernel_config", "router_aux_loss_coef", "jitter_noise", "scale_grad_by_freq", "sparse",
+}  # fmt: skip
+_FREE_IN_CONFIG = _FREE | {
+    "dtype", "torch_dtype", "use_cache", "return_dict", "num_hidden_layers", "tie_word_embeddings", "id2label",
+    "label2id", "quantization_config", "transformers_version", "is_decoder", "is_encoder_decoder",
 }  # fmt: skip
 _CLASSES = {
     "scaling": "gain", "scale": "gain", "scale_attn": "gain", "norm_factor": "gain", "inv_norm_factor": "gain",
@@ -67,6 +72,43 @@ def _unset(buffer: Tensor) -> float:
     if buffer.is_floating_point() or buffer.is_complex():
         return math.nan
     return 0 if buffer.dtype == torch.bool else torch.iinfo(buffer.dtype).min or torch.iinfo(buffer.dtype).max
+
+
+# -- the config itself
+
+
+def compare_with_stored_config(model: Any, folder: str | Path, *, loaded: bool) -> Compared:
+    """Compare the config in memory with that of the checkpoint: a forward reads windows, caps and scales from it.
+
+    `load` changes none of these values; whoever wraps a model may have loaded it with others.
+    """
+    try:
+        stored = type(model.config).from_pretrained(folder, local_files_only=True).to_dict()
+    except Exception as error:  # no config of this class there
+        return Compared(notes=(f"the config was not compared with the checkpoint's ({type(error).__name__})",))
+    here, there = (dict(_plain_values(each)) for each in (model.config.to_dict(), stored))
+    common = here.keys() & there.keys()
+    faults = [
+        StateFault(
+            "",
+            f"the config's {name} is {here[name]!r}; in the checkpoint's config {there[name]!r}",
+            _CLASSES.get(name.rpartition(".")[2], "unknown"),
+            sure=loaded,
+        )
+        for name in sorted(common)
+        if here[name] != there[name]
+    ]
+    return Compared(tuple(faults), len(common))
+
+
+def _plain_values(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The numbers and strings of a config that a forward may read; the model itself shows how many layers it has."""
+    for name, value in values.items():
+        free = name in _FREE_IN_CONFIG or name.startswith(("_", "output_")) or name.endswith(("_token_id", "dropout"))
+        if isinstance(value, Mapping) and not free:
+            yield from _plain_values(value, f"{prefix}{name}.")
+        elif isinstance(value, _PLAIN) and not free:
+            yield f"{prefix}{name}", value
 
 
 # -- buffers

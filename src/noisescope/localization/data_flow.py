@@ -72,6 +72,9 @@ def about_difference(found: Difference) -> About:
         hint = Pattern("position", 1.0, "the positions differ from those the code counts")
     elif not found.got.is_floating_point():
         hint = Pattern("unknown", 1.0, "the indices differ from those the code selects")
+    elif found.limit is not None and _was_shortened(found):
+        name = str(found.got.dtype).removeprefix("torch.")
+        hint = Pattern("truncation", 0.8, f"it arrives as {name}, which the code does not cast it to")
     elif what in ("keys", "queries") and _rotated(found):
         hint = Pattern(
             "position", 0.8, f"{what} have the right norm but the wrong direction, as with wrong rotary angles"
@@ -93,6 +96,14 @@ def _meaning(found: Difference) -> str:
     if found.tensor == "input" and node.operator in ("matmul", "bmm") and node.unit.kind == ATTENTION:
         return _PRODUCT_INPUTS.get((node.occurrence, found.path), "")
     return ""
+
+
+def _was_shortened(found: Difference) -> bool:
+    """Whether the tensor has a shorter dtype than the code gives it, and differs no more than by that rounding."""
+    form = number_format(found.got.dtype)
+    return form.bits < number_format(found.expected.dtype).bits and bool(
+        ((found.got.double() - found.expected.double()).abs() <= 2 * form.ulp(found.expected.double())).all()
+    )
 
 
 def _mask_differs(found: Difference) -> bool:

@@ -178,7 +178,7 @@ class HostTwin:
         for rounding in roundings(convolved=self._convolved):
             set_state(twin, before[1])
             runs.append(self._run(twin, node, host_copy(before[0]), rounding=rounding).seen)
-        return limits_of(runs, different)
+        return limits_of(runs, different, autocast=self._cast is not None)
 
     def _run(
         self,

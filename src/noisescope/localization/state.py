@@ -21,7 +21,13 @@ from torch import Tensor, nn
 from noisescope.localization.audit_verdict import in_all_layers
 from noisescope.localization.call_tree import with_whole_modules
 from noisescope.localization.checkpoint_state import PLAIN, Stored, WeightsCompared, compare_weights, held_tensors
-from noisescope.localization.config_state import compare_attributes, compare_buffers, fresh_model, odd_ones_out
+from noisescope.localization.config_state import (
+    compare_attributes,
+    compare_buffers,
+    compare_with_stored_config,
+    fresh_model,
+    odd_ones_out,
+)
 from noisescope.localization.inputs import parts_of
 from noisescope.localization.state_fault import Compared, StateFault
 from noisescope.localization.tensors import bits_of
@@ -70,6 +76,11 @@ def check_state(subject: Subject | nn.Module) -> StateReport:
         stored = _checkpoint(subject, root)
         weights = WeightsCompared() if stored is None else compare_weights(root, stored, loaded=loaded)
         parts[CHECKPOINT] = weights.result
+        source = _source(subject, root)
+        if source is not None and Path(source[0]).expanduser().is_dir():
+            parts["values of the config with the checkpoint's"] = compare_with_stored_config(
+                root, Path(source[0]).expanduser(), loaded=loaded
+            )
         parts |= _compare_with_config(root, as_stored=weights.as_stored)
     parts = {name: _with_prefix(part, path) for name, part in parts.items()}
     if "attributes with the config" not in parts:
@@ -80,6 +91,12 @@ def check_state(subject: Subject | nn.Module) -> StateReport:
 
 def _checkpoint(subject: Subject | nn.Module, root: Any) -> Stored | None:
     """A reader for the tensors the model was loaded from; None if unknown."""
+    found = _source(subject, root)
+    return None if found is None else lambda: stored_tensors(root, *found, held_tensors(root))
+
+
+def _source(subject: Subject | nn.Module, root: Any) -> tuple[str, str | None] | None:
+    """What the model was loaded from, with the revision."""
     source, revision = str(root.name_or_path), vars(root.config).get("_commit_hash")
     if isinstance(subject, Subject) and subject.loading is not None:
         source, revision = subject.source, subject.loading["revision"] or revision
@@ -87,7 +104,7 @@ def _checkpoint(subject: Subject | nn.Module, root: Any) -> Stored | None:
         return None
     if source == "demo" or Path(source).expanduser().exists():  # only a hub id has revisions
         revision = None
-    return lambda: stored_tensors(root, source, revision, held_tensors(root))
+    return source, revision
 
 
 def _compare_with_config(root: Any, *, as_stored: bool) -> dict[str, Compared]:
@@ -110,6 +127,7 @@ def _with_prefix(part: Compared, prefix: str) -> Compared:
 def with_state(found: Verdict, report: StateReport) -> Verdict:
     """A verdict with the faults found in memory first, because round-off can't explain them."""
     notes = (*report.notes, f"checking weights, buffers and config took {report.seconds:.1f} s")
+    doubtful = tuple(f"{suspect.site}: {suspect.evidence}" for suspect in report.doubtful)
     verdict = "undecided" if report.possible and found.verdict == "healthy" else found.verdict
     return dataclasses.replace(
         found,
@@ -117,7 +135,7 @@ def with_state(found: Verdict, report: StateReport) -> Verdict:
         suspects=ranked((*report.suspects, *found.suspects, *report.possible)),
         checked=found.checked + report.compared,
         notes=(*found.notes, *notes),
-        coverage=dataclasses.replace(found.coverage, state=report.words, own_code=report.own_code),
+        coverage=dataclasses.replace(found.coverage, state=report.words, own_code=report.own_code, doubtful=doubtful),
     )
 
 
