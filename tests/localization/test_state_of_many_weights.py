@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 
 import noisescope as ns
@@ -29,6 +30,15 @@ def test_a_layer_that_is_there_twice(folder: Path) -> None:
     assert any("holds the numbers of model.layers.3.mlp.up_proj.weight" in s.evidence for s in report.suspects)
 
 
+def test_a_module_that_stands_in_two_places(folder: Path) -> None:
+    """Its one weight is the file's in one of them; only what the class ties may be stored with other numbers."""
+    subject = ns.load(folder)
+    layers = subject.model.model.layers
+    layers[2].mlp.up_proj = layers[1].mlp.up_proj
+    (suspect,) = check_state(subject).suspects
+    assert "up_proj" in suspect.site.module and "holds the numbers of model.layers.1.mlp.up_proj" in suspect.evidence
+
+
 def test_layers_that_were_taken_out_are_there_once(folder: Path) -> None:
     """Those behind them hold the numbers that the checkpoint has under the next name."""
     subject = ns.load(folder)
@@ -37,6 +47,23 @@ def test_layers_that_were_taken_out_are_there_once(folder: Path) -> None:
     report = check_state(subject)
     assert not report.suspects
     assert any("trained or edited" in note for note in report.notes)
+
+
+def test_attributes_that_are_lists_or_functions() -> None:
+    """A limit with two ends, and an activation that is no module."""
+    conv = transformers.Mamba2ForCausalLM(
+        transformers.Mamba2Config(
+            hidden_size=32, state_size=8, num_heads=8, head_dim=8, n_groups=2, num_hidden_layers=2
+        )
+    )
+    assert not check_state(ns.wrap(conv)).suspects
+    conv.backbone.layers[1].mixer.time_step_limit = (0.0, 0.01)
+    (suspect,) = check_state(ns.wrap(conv)).suspects
+    assert "time_step_limit is (0.0, 0.01); the config gives (0.0, inf)" in suspect.evidence
+    own = [torch.nn.TransformerEncoderLayer(32, 4, 64) for _ in range(4)]
+    own[2].activation = torch.nn.functional.gelu
+    (doubt,) = check_state(torch.nn.ModuleDict({"layers": torch.nn.ModuleList(own)})).doubtful
+    assert "activation is 'gelu'; in the other 3 blocks 'relu'" in doubt.evidence
 
 
 def test_the_config_in_memory_is_compared_with_the_checkpoints(folder: Path) -> None:

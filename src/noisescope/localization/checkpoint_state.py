@@ -67,9 +67,10 @@ def compare_weights(model: Any, stored: Stored, *, loaded: bool) -> WeightsCompa
                 skipped[id(tensor)] = (path, reason)
             elif changed is None:
                 same.add(id(tensor))
-            else:
+            else:  # tied weights may be stored twice, with one copy out of date; others are one tensor by mistake
                 wrong[id(tensor)] = _Wrong(path, tensor, changed)
-        left = [each for key, each in wrong.items() if key not in same]  # tied weights may be stored twice
+        tied = {name for pair in getattr(model, "all_tied_weights_keys", {}).items() for name in pair}
+        left = [each for key, each in wrong.items() if key not in same or each.path.replace(ADAPTED, "") not in tied]
         matrices = len({id(tensor) for _, tensor in held.values() if tensor.dim() > 1})
         like_others = [each for each in left if _beginning(each.tensor, each.tensor.dtype) in beginnings]
         others = _names_of_others(stored, like_others)

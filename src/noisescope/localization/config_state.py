@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
-from types import FunctionType
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -288,12 +288,14 @@ def _set_while_running(kind: type) -> frozenset[str]:
 
 
 def plain_attributes(module: nn.Module) -> dict[str, Any]:
-    """A module's own numbers, strings and dtypes, except those without effect."""
-    return {
-        name: value
-        for name, value in vars(module).items()
-        if isinstance(value, _PLAIN) and not name.startswith("_") and name not in _FREE
+    """A module's own numbers, strings, dtypes, lists of them and names of functions, except those without effect."""
+    found = {name: value for name, value in vars(module).items() if name[:1] != "_" and name not in _FREE}
+    plain = {name: value for name, value in found.items() if isinstance(value, _PLAIN)}
+    lists = {name: tuple(value) for name, value in found.items() if isinstance(value, (tuple, list))}
+    functions = {
+        name: f.__qualname__ for name, f in found.items() if isinstance(f, (FunctionType, BuiltinFunctionType))
     }
+    return plain | functions | {name: each for name, each in lists.items() if all(isinstance(x, _PLAIN) for x in each)}
 
 
 def _both_nan(one: Any, other: Any) -> bool:

@@ -145,8 +145,9 @@ class Coverage:
 
     @property
     def exceptions(self) -> str:
-        """For the end of a headline: modules with only their own code to be checked against, and doubts."""
+        """For the end of a headline: modules not judged, or checked against their own code only, and doubts."""
         named = {
+            "not judged": tuple(map(str, self.not_judged)),
             "not of the config's class, checked against its own code only": self.own_code,
             "on purpose, or damaged": self.doubtful,
         }

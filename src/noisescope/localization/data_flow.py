@@ -67,7 +67,7 @@ def about_difference(found: Difference) -> About:
         made += f" after {found.before.module}"
     hint = None
     if what == "mask":
-        hint = Pattern("mask", 0.95, "attention receives a mask that differs from the one the model's code builds")
+        hint = Pattern("mask", 0.97, "attention receives a mask that differs from the one the model's code builds")
     elif what == "positions":
         hint = Pattern("position", 1.0, "the positions differ from those the code counts")
     elif not found.got.is_floating_point():
