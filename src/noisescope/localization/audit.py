@@ -278,10 +278,9 @@ class AuditRun:
                 if name not in known and id(module.weight) not in used:
                     x = torch.randn(2, _ALONE, module.in_features, generator=generator).to(module.weight)
                     called += [name] * self._called_alone(module, x)
-            elif type(module) is nn.Embedding and not module.weight.is_meta:
-                rows = (
-                    torch.linspace(0, len(module.weight) - 1, min(_ROWS_OF_TABLES, len(module.weight))).round().long()
-                )
+            elif type(module) is nn.Embedding and name in self.log.judged.modules:
+                last, count = len(module.weight) - 1, min(_ROWS_OF_TABLES, len(module.weight))
+                rows = torch.linspace(0, last, count, dtype=torch.float64).round().long()
                 self._called_alone(module, rows[None].to(module.weight.device))
         words = f"called alone, with random numbers, because no forward calls them: {', '.join(called)}"
         self.log.remarks += [words] * bool(called)
