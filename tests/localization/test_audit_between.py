@@ -124,6 +124,16 @@ def test_a_hook_before_the_model_changes_what_the_caller_gave():
     assert "expected: input_ids of the model as its caller gave it" in suspect.evidence
 
 
+def test_what_a_hook_before_the_model_adds_is_open():
+    """The caller gave no positions, so nothing says what they should be."""
+    model = tiny_model("bert", layers=2)
+    ids = {"position_ids": torch.arange(32)[None] + 1}
+    model.register_forward_pre_hook(lambda module, args, kwargs: (args, {**kwargs, **ids}), with_kwargs=True)
+    verdict = quick(model)
+    assert verdict.verdict == "undecided"
+    assert any("position_ids comes from a hook on the model" in note for note in verdict.notes)
+
+
 def test_positions_that_are_one_off_are_no_stale_data():
     model = tiny_model("llama", layers=2)
     model.model.rotary_emb.register_forward_pre_hook(

@@ -339,7 +339,9 @@ class AuditRun:
         if not decoding:  # a cache that is given grows: each forward gets its own
             self._batches[number] = inputs
             inputs = _apart(inputs)
-        given = {name: x.clone() for name, x in inputs.items() if isinstance(x, Tensor)}  # a hook may write to them
+        given = {
+            name: x.clone() if isinstance(x, Tensor) else x for name, x in inputs.items()
+        }  # hooks may write to them
         self.log.begin(number, keep_hashes=keep_hashes, repeated=repeated)
         tree = CallTree(self._states, str(phase) if phase is not None else "", self.log.forwards)
 

@@ -176,8 +176,15 @@ class AuditLog:
 
     def passed_through_hooks(self, root: Node, inputs: dict[str, Any], output: Any) -> None:
         """Check that the model received what the caller gave, and the caller what it returned, despite its hooks."""
-        received, made = dict(tensors_in(root.kwargs)), dict(tensors_in(root.output))
-        pairs = [("input", path, received[path], on_host(x)) for path, x in tensors_in(inputs) if path in received]
+        received, made = root.kwargs, dict(tensors_in(root.output))
+        for name in [name for name, x in received.items() if isinstance(x, Tensor) and name not in inputs]:
+            self.leave_open(root.site("input"), f"{name} comes from a hook on the model, and not from its caller")
+        given = {name: x for name, x in inputs.items() if isinstance(x, Tensor)}
+        pairs = [
+            ("input", name, received[name], on_host(x))
+            for name, x in given.items()
+            if isinstance(received.get(name), Tensor)
+        ]
         pairs += [("output", path, on_host(x), made[path]) for path, x in tensors_in(output) if path in made]
         for tensor, path, got, expected in pairs:
             if tensor == "input":  # a hook may cast what is given, as mixed precision does
