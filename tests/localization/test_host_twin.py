@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from noisescope.localization.call_tree import CallTree, Node
+from noisescope.localization.data_flow import about_difference
 from noisescope.localization.host_operators import host_arithmetic
 from noisescope.localization.host_twin import HostTwin
 from noisescope.localization.twin_comparison import Comparison
@@ -481,3 +482,10 @@ class ByKind(nn.Module):
 def test_calls_are_answered_by_their_words_in_whatever_order(bench):
     result = bench(ByKind())
     assert not result.problem and not result.differences and not result.others
+
+
+def test_a_cast_between_calls_is_a_truncation(bench):
+    (found,) = bench(Otherwise(lambda x: (x, torch.exp(x)), lambda x: (x, torch.exp(x).bfloat16()))).differences
+    hint = about_difference(found).hint
+    assert hint is not None
+    assert (hint.fault_class, hint.text) == ("truncation", "it arrives as bfloat16, which the code does not cast it to")
