@@ -110,6 +110,55 @@ def test_a_hook_before_a_module_is_no_code_of_its_parent():
     assert str(suspect.site) == "input of residual at block 1 (model.layers.1.mlp)"
 
 
+def test_a_hook_before_the_model_changes_what_the_caller_gave():
+    """No module's code shows it: all of them use the tokens that the model received."""
+    model = tiny_model("llama", layers=2)
+
+    def shortened(module, args, kwargs):
+        kwargs["input_ids"][:, 16:] = 3
+        return args, kwargs
+
+    model.register_forward_pre_hook(shortened, with_kwargs=True)
+    suspect = first_of(quick(model))
+    assert str(suspect.site) == "input of residual at embed ()"
+    assert "expected: input_ids of the model as its caller gave it" in suspect.evidence
+
+
+def test_what_a_hook_before_the_model_adds_is_open():
+    """The caller gave no positions, so nothing says what they should be."""
+    model = tiny_model("bert", layers=2)
+    ids = {"position_ids": torch.arange(32)[None] + 1}
+    model.register_forward_pre_hook(lambda module, args, kwargs: (args, {**kwargs, **ids}), with_kwargs=True)
+    verdict = quick(model)
+    assert verdict.verdict == "undecided"
+    assert any("position_ids comes from a hook on the model" in note for note in verdict.notes)
+
+
+def test_positions_that_are_one_off_are_no_stale_data():
+    model = tiny_model("llama", layers=2)
+    model.model.rotary_emb.register_forward_pre_hook(
+        lambda module, args, kwargs: (args, {**kwargs, "position_ids": kwargs["position_ids"] + 1}), with_kwargs=True
+    )
+    suspect = first_of(quick(model))
+    assert (suspect.site.place, suspect.site.tensor, suspect.fault_class) == ("rotary", "input", "position")
+
+
+def test_what_comes_before_the_blocks_is_at_the_embedding():
+    model = tiny_model("vit")
+    model.vit.embeddings.patch_embeddings.register_forward_hook(lambda module, args, y: y.flip(1))
+    assert str(first_of(quick(model)).site) == "input of residual at embed (vit.embeddings.dropout)"
+
+
+def test_indices_that_are_wrong_in_every_run_are_no_noise():
+    """Zeros of every shape have one hash."""
+    model = tiny_model("bert")
+    ones = {"token_type_ids": torch.ones(1, dtype=torch.long)}
+    model.bert.embeddings.token_type_embeddings.register_forward_pre_hook(
+        lambda module, args: (ones["token_type_ids"].expand_as(args[0]),)
+    )
+    assert first_of(audit(model)).fault_class == "unknown"
+
+
 def test_logits_changed_after_the_head():
     """By code in the model's own forward."""
     model = tiny_model("llama", layers=2)

@@ -398,6 +398,22 @@ def test_a_fault_in_a_linear_that_no_forward_calls_is_named():
     assert verdict.verdict == "faulty" and verdict.suspects[0].site.module == "model.vision_embed"
 
 
+def test_rows_of_a_table_that_no_prompt_has_are_looked_up():
+    """One wrong row in 64, of a token that the built-in text does not contain."""
+    model = tiny_model("llama")
+    seen: set[int] = set()
+    hook = model.model.embed_tokens.register_forward_hook(
+        lambda module, args, y: seen.update(args[0].unique().tolist())
+    )
+    assert ns.locate(model, tokens=8, batch=1, decode=0).verdict == "healthy"
+    hook.remove()
+    right = model.model.embed_tokens.forward
+    assert seen == set(range(64))
+    model.model.embed_tokens.forward = lambda ids: right(torch.where(ids == 41, 40, ids))
+    first = ns.locate(model, tokens=8, batch=1, decode=0).suspects[0]
+    assert (first.site.operator, first.site.module) == ("embedding", "model.embed_tokens")
+
+
 def test_a_linear_that_can_not_be_called_alone_is_not_judged():
     model = with_extra()
 

@@ -11,7 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+import noisescope as ns
 from noisescope.localization.audit import audit
+from noisescope.localization.audit_verdict import in_all_layers
+from noisescope.localization.verdict import Suspect
+from noisescope.sites import Site
 from noisescope.testing import tiny_model
 
 
@@ -50,6 +54,17 @@ def test_every_linear_is_one_suspect(model):
     assert len(only.also) == 4 * 7 and {site.place for site in only.also} == {0, 1, 2, 3, "lm_head"}
     assert "the same in 3 other layers, 28 other modules in all" in only.evidence
     assert only.to_dict()["also"] == [str(site) for site in only.also]
+
+
+def test_a_function_in_a_loop_is_one_suspect(model):
+    """A scan calls one product for each token, and all of them are wrong; attention has two products of its own."""
+    sites = [Site("linear", 1, "model.layers.1.mixer", occurrence=at, tensor="input") for at in range(9)]
+    pair = [Site("matmul", 2, "model.layers.2.self_attn", occurrence=at) for at in range(2)]
+    suspects = [Suspect(site, "unknown", 0.9, "wrong", 1 / (2 + at)) for at, site in enumerate((*pair, *sites))]
+    found = in_all_layers(suspects, (), ns.dissect(model))
+    assert [suspect.site for suspect in found] == [*pair, sites[0]]
+    assert found[-1].also == tuple(sites[1:])
+    assert found[-1].evidence == "wrong; the same function in 8 other calls of this module"
 
 
 def test_one_role_in_every_layer(model):

@@ -276,3 +276,9 @@ def test_rows_of_a_sample_keep_their_numbers():
         found.append(Evidence.of("linear", recomputed, judge(recomputed.y, recomputed.reference)))
     assert classify(found[0]).rows == ((1, 321),)
     assert not is_stale(found[0], found[1])  # row 821 was not computed again in the other call
+
+
+@pytest.mark.parametrize(("low", "high", "words"), [(None, 12, "to +12"), (-9, 12, "to +12 and -9"), (-12, 12, "+-12")])
+def test_values_clipped_on_one_side_or_two(low, high, words):
+    pattern = named(lambda y: y.clamp(low, high))
+    assert pattern.fault_class == "saturation" and pattern.text.endswith(words)

@@ -36,3 +36,15 @@ def test_the_rate_of_a_rare_fault(steps: int, repeated: int, rate: float) -> Non
 
 def test_a_class_that_was_not_judged_is_named() -> None:
     assert str(NotJudged("Scan", ("", "a"), "unknown")) == "Scan (the model itself and 1 more): unknown"
+
+
+def test_the_headline_names_what_was_not_judged_and_doubts():
+    """Also where enough was judged for "healthy"."""
+    left = NotJudged("Router", ("a.gate", "b.gate"), "rounding may explain 7 % of its output")
+    found = Coverage(not_judged=(left,), own_code=("Own at c",), doubtful=("weight of norm at d: eps is 1", "e"))
+    assert found.exceptions == (
+        "; not judged: Router (a.gate and 1 more): rounding may explain 7 % of its output"
+        "; not of the config's class, checked against its own code only: Own at c"
+        "; on purpose, or damaged: weight of norm at d: eps is 1 and 1 more"
+    )
+    assert Coverage().exceptions == ""

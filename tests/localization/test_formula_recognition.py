@@ -115,3 +115,20 @@ def test_the_module_under_test_is_not_called():
     assert formula is not None
     assert torch.equal(norm.weight, before)
     assert "forward" not in norm.__dict__
+
+
+def test_a_norm_whose_methods_were_replaced_in_memory_is_what_its_file_says(monkeypatch):
+    """A patched class, or a method put on an instance, is the device's: the formula is that of the file."""
+    from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+    from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
+
+    original = Qwen2RMSNorm.forward
+    monkeypatch.setattr(Qwen2RMSNorm, "forward", lambda self, x: original(self, x - x.mean(-1, keepdim=True)))
+    formula = norm_formula(Qwen2RMSNorm(24, eps=3e-6), 24)  # no other test uses this one: formulas are remembered
+    assert formula is not None
+    assert not formula.centred
+    norm = Gemma2RMSNorm(24, eps=3e-6)
+    norm._norm = lambda x: x - x.mean(-1, keepdim=True)
+    formula = norm_formula(norm, 24)
+    assert formula is not None
+    assert (formula.centred, formula.gain) == (False, "one_plus_weight")

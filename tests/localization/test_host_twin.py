@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from noisescope.localization.call_tree import CallTree, Node
+from noisescope.localization.data_flow import about_difference
 from noisescope.localization.host_operators import host_arithmetic
 from noisescope.localization.host_twin import HostTwin
 from noisescope.localization.twin_comparison import Comparison
@@ -130,6 +131,41 @@ def test_inexact_code_has_a_tolerance_of_a_few_roundings(bench, ulps, wrong):
 
 def spoil(node: Node, ulps: int) -> None:
     node.output = node.output * (1 + ulps * 2.0**-23)
+
+
+class Otherwise(nn.Module):
+    """A class's code, and what an instance runs in its place."""
+
+    def __init__(self, code: Callable[[Tensor], Any], runs: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.code, self.forward = code, runs  # type: ignore[method-assign]
+
+    def forward(self, x: Tensor) -> Any:
+        return self.code(x)
+
+
+def with_a_sink(x: Tensor) -> Tensor:
+    return 2 * F.softmax(torch.cat([x, x[..., :1]], -1), -1)[..., :-1]
+
+
+def test_a_function_of_another_shape_is_run_on_the_host(bench):
+    """Softmax without the sink: its result can't take the place of the one with it."""
+    found = bench(Otherwise(with_a_sink, lambda x: 2 * F.softmax(x, -1)))
+    assert not found.problem and not found.other_arguments
+    assert [(each.tensor, each.node.module) for each in found.differences] == [("output", "layers.0.inner")]
+    assert not bench(Otherwise(with_a_sink, with_a_sink)).differences
+
+
+def test_an_argument_by_position_is_the_one_by_name(bench):
+    by_name, by_position = (lambda x: F.softmax(x, dim=-1) + 1), (lambda x: F.softmax(x, -1) + 1)
+    assert not bench(Otherwise(by_name, by_position)).other_arguments
+    assert bench(Otherwise(by_name, lambda x: F.softmax(x, 0) + 1)).other_arguments
+
+
+def test_a_cast_to_a_shorter_dtype_is_no_round_off(bench):
+    """The code keeps float32; the device gives its numbers rounded to bfloat16."""
+    (difference,) = bench(Otherwise(lambda x: (x, torch.exp(x)), lambda x: (x, torch.exp(x).bfloat16()))).differences
+    assert difference.limit is not None and float(difference.limit.max()) < 1e-4
 
 
 class Chooses(nn.Module):
@@ -446,3 +482,10 @@ class ByKind(nn.Module):
 def test_calls_are_answered_by_their_words_in_whatever_order(bench):
     result = bench(ByKind())
     assert not result.problem and not result.differences and not result.others
+
+
+def test_a_cast_between_calls_is_a_truncation(bench):
+    (found,) = bench(Otherwise(lambda x: (x, torch.exp(x)), lambda x: (x, torch.exp(x).bfloat16()))).differences
+    hint = about_difference(found).hint
+    assert hint is not None
+    assert (hint.fault_class, hint.text) == ("truncation", "it arrives as bfloat16, which the code does not cast it to")

@@ -41,7 +41,7 @@ from noisescope.localization.call_tree import (
 from noisescope.localization.coverage import Phase
 from noisescope.localization.deferred_calls import Computed, Deferred, side_by_side
 from noisescope.localization.driven_judgement import judge_norm, judge_weights
-from noisescope.localization.driven_operators import drive, is_driven
+from noisescope.localization.driven_operators import drive, input_alone, is_driven
 from noisescope.localization.exact_functions import is_valid_choice
 from noisescope.localization.host_copies import HostStates, offloaded_weights, tensors_in
 from noisescope.localization.host_operators import Unseen, host_arithmetic
@@ -62,7 +62,6 @@ from noisescope.sites import FUSED, Site
 
 _MOST_DEFERRED = max(1 << 30, host_memory() // 8)  # bytes of calls that wait: beyond that weights are copied again
 _AGAIN = 6  # repetitions of the first batch: cheap, since only what changes is judged, and rare faults need forwards
-_ALONE = 32  # tokens given to a module that no forward calls
 _TRIES = 3  # forwards with attention decomposed, in which an intermittent fault may show its operator
 _FORMULAS = ("linear", "norm", "silu", "gelu", "embedding", "softmax", "matmul", "bmm", FUSED)
 
@@ -121,18 +120,6 @@ def _remarks(subject: Subject | nn.Module, model: nn.Module, workloads: list[Wor
     if model is not (subject.model if isinstance(subject, Subject) else subject):
         found.append("the model is compiled, but the audit runs it uncompiled: its own fused kernels are not checked")
     return found
-
-
-def _input_alone(module: nn.Module, operators: tuple[str, ...], generator: torch.Generator) -> Tensor | None:
-    """Random numbers that a linear, a norm or a table can be called with; None for any other module."""
-    weight = getattr(module, "weight", None)
-    if not isinstance(weight, Tensor) or weight.is_meta:
-        return None
-    if type(module) is nn.Embedding:
-        return torch.randint(module.num_embeddings, (2, _ALONE), generator=generator).to(weight.device)
-    if type(module) is nn.Linear or (operators == ("norm",) and weight.dim() == 1):
-        return torch.randn(2, _ALONE, weight.shape[-1], generator=generator).to(weight)
-    return None
 
 
 def _apart(inputs: Batch) -> Batch:
@@ -278,31 +265,40 @@ class AuditRun:
             self.judge_deferred()
 
     def call_alone(self, seed: int) -> None:
-        """Call the linears, norms and tables that no forward called, such as those for images, with random numbers."""
+        """Call what no forward shows: linears, norms and tables without a call, and other rows of tables."""
         known = self.log.judged.modules | self.log.judged.reasons.keys() | self.judged_model().read_directly
         used = {id(p) for name in known for p in self.model.get_submodule(name).parameters(recurse=False)}
         generator = torch.Generator("cpu").manual_seed(seed)
         called = []
         for name, operators in {unit.module: unit.operators for unit in self._anatomy.units}.items():
             module = self.model.get_submodule(name)
-            x = None if name in known else _input_alone(module, operators, generator)
-            if x is None or id(module.weight) in used:
+            again = type(module) is nn.Embedding and name in self.log.judged.modules
+            x = input_alone(module, operators, generator) if again or name not in known else None
+            if x is None:
                 continue
-            tree, y = CallTree(self._states, "calls alone", self.log.forwards), None
-            self.log.begin(self.log.forwards, keep_hashes=False, repeated=False)
-            with (
-                contextlib.suppress(Exception),  # of a hook that needs the rest of the model: then it is not judged
-                watch(self.model, tree.end, lambda unit, operator: True, before=tree.begin, anatomy=self._anatomy),
-            ):
-                y = module(x)
-                called.append(name)
-            with self.host():
-                for node in tree.nodes:
-                    self.log.nonfinite.see(node)
-                    self.log.call(node)
-                    self.log.returned(node, y)
+            if again:
+                self._called_alone(module, x)
+            elif id(module.weight) not in used:
+                called += [name] * self._called_alone(module, x)
         words = f"called alone, with random numbers, because no forward calls them: {', '.join(called)}"
         self.log.remarks += [words] * bool(called)
+
+    def _called_alone(self, module: nn.Module, x: Tensor) -> bool:
+        """Call a module outside a forward, and judge the call; False if that is impossible."""
+        tree, y = CallTree(self._states, "calls alone", self.log.forwards), None
+        self.log.begin(self.log.forwards, keep_hashes=False, repeated=False)
+        with (
+            contextlib.suppress(Exception),  # of a hook that needs the rest of the model: then it is not judged
+            watch(self.model, tree.end, lambda unit, operator: True, before=tree.begin, anatomy=self._anatomy),
+        ):
+            y = module(x)
+        with self.host():
+            for node in tree.nodes:
+                self.log.nonfinite.see(node)
+                self.log.call(node)
+                self.log.passed_through_hooks(node, {}, y)
+        self.log.forwards -= 1  # it was none of the model
+        return y is not None
 
     def drive(self, inputs: Batch, seed: int) -> None:
         """Call 16-bit norms, softmax and attention again, with inputs that reveal their internal arithmetic."""
@@ -341,6 +337,9 @@ class AuditRun:
         if not decoding:  # a cache that is given grows: each forward gets its own
             self._batches[number] = inputs
             inputs = _apart(inputs)
+        given = {
+            name: x.clone() if isinstance(x, Tensor) else x for name, x in inputs.items()
+        }  # hooks may write to them
         self.log.begin(number, keep_hashes=keep_hashes, repeated=repeated)
         tree = CallTree(self._states, str(phase) if phase is not None else "", self.log.forwards)
 
@@ -353,11 +352,12 @@ class AuditRun:
             self._copy_model()
         with self.host():
             self._states.settle()
-            self._judge(tree, output, opened, base=base, together=not (keep_hashes or repeated))
+            self._judge(tree, opened, base=base, together=not (keep_hashes or repeated))
+            self.log.passed_through_hooks(tree.root, given, output)
             self._states.adopt()
         return output
 
-    def _judge(self, tree: CallTree, output: Any, opened: frozenset[str], *, base: bool, together: bool) -> None:
+    def _judge(self, tree: CallTree, opened: frozenset[str], *, base: bool, together: bool) -> None:
         for node in tree.nodes:
             self.log.nonfinite.see(node)
         self._has_short |= any(is_driven(node.operator, (node.args, node.kwargs)) for node in tree.nodes)
@@ -389,4 +389,3 @@ class AuditRun:
             # Where attention was decomposed, its code did not run as written.
             written = [node for node in tree.nodes if not any(child.module in opened for child in node.children)]
             self._twin.follow(written, self.log.code)
-        self.log.returned(tree.root, output)

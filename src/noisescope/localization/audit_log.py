@@ -71,7 +71,7 @@ class AuditLog:
         self._patterns: Counter[int] = Counter()  # by forward
         self._calls: dict[Site, int] = {}  # of each site, in this forward
         # What arrived where something else was expected, by their hashes.
-        self._between: dict[tuple[Site, str, tuple[int, ...]], tuple[int, ...]] = {}
+        self._between: dict[tuple[Any, ...], tuple[int, ...]] = {}
 
     # -- forwards
 
@@ -166,32 +166,45 @@ class AuditLog:
             found = recompute(node.operator, node.callee, call.args, call.kwargs, node.output, self.rows)
         except Exception:  # no formula, or arguments that do not fit this output: then it stays open
             return False
+        if found.y.shape != found.reference.values.shape:
+            return False
         masked = any(word in words for word in ("mask", "causal"))
         hint = Pattern("mask", 0.9, f"attention is called with another mask: {words}") if masked else None
         made = f"output of {node.module} from what {call.caller} calls it with ({words})"
-        self._judge(node.site("output"), found, node.order, node=node, about=About(made, hint, again=True))
+        self._judge(node.site("output"), found, node.order, node=node, about=About(made, hint, can_be_stale=False))
         return True
 
-    def returned(self, root: Node, output: Any) -> None:
-        """Check what the caller received, after hooks on the model itself."""
-        given = dict(tensors_in(root.output))
-        for path, tensor in tensors_in(output):
-            recorded, got = given.get(path), on_host(tensor)
-            if recorded is not None and (got.shape != recorded.shape or bool(differing(got, recorded).any())):
-                self.difference(Difference(root, "output", path, got, recorded, None, root, None))
+    def passed_through_hooks(self, root: Node, inputs: dict[str, Any], output: Any) -> None:
+        """Check that the model received what the caller gave, and the caller what it returned, despite its hooks."""
+        received, made = root.kwargs, dict(tensors_in(root.output))
+        for name in [name for name, x in received.items() if isinstance(x, Tensor) and name not in inputs]:
+            self.leave_open(root.site("input"), f"{name} comes from a hook on the model, and not from its caller")
+        given = {name: x for name, x in inputs.items() if isinstance(x, Tensor)}
+        pairs = [
+            ("input", name, received[name], on_host(x))
+            for name, x in given.items()
+            if isinstance(received.get(name), Tensor)
+        ]
+        pairs += [("output", path, on_host(x), made[path]) for path, x in tensors_in(output) if path in made]
+        for tensor, path, got, expected in pairs:
+            if tensor == "input":  # a hook may cast what is given, as mixed precision does
+                expected = expected.to(got.dtype)
+            if got.shape != expected.shape or bool(differing(got, expected).any()):
+                self.difference(Difference(root, tensor, path, got, expected, None, root, None))
                 return
 
     def difference(self, found: Difference, site: Site | None = None) -> None:
         """Record a tensor that is not what the code computes from operators' outputs; at its own site by default."""
         # What a module only passes on was changed between the call that gave it and whoever gets it.
         passed_on = found.tensor == "output" and found.source is not None
-        node, site = found.node, site or found.node.site("input" if passed_on else found.tensor)
+        node, own = found.node, found.node.site(found.tensor)
+        site = site or (dataclasses.replace(own, tensor="input") if passed_on else own)
         order = node.order if found.tensor == "input" else node.ended
         if found.got.shape != found.expected.shape:
             shapes = f"{list(found.got.shape)} in place of {list(found.expected.shape)}"
             self.leave_open(site, f"its shape is {shapes}: {_DIFFERENT}")
             return
-        given = (site, found.path, hashed([found.expected]))
+        given = (site, found.path, hashed([found.expected]), *found.expected.shape)  # all zeros have one hash
         if self._between.setdefault(given, now := hashed([found.got])) != now:
             self.unrepeatable.add(site)
         recomputed, about = as_recomputed(found), about_difference(found)
@@ -297,8 +310,8 @@ class AuditLog:
             site.tensor == "input" and site.phase == "forward"
         ):  # the operator tells heads from tokens, but has no part in what is wrong
             evidence = dataclasses.replace(evidence, operator="residual")
-        again = about is not None and about.again
-        if before is not None and before.evidence is not None and not again:  # does one hold what belongs to the other?
+        alone = about is not None and not about.can_be_stale
+        if before is not None and before.evidence is not None and not alone:  # does one hold what belongs to the other?
             before.stale |= is_stale(before.evidence, evidence) or is_stale(evidence, before.evidence)
         if judgement.alarm and about is not None:
             self.made.setdefault(site, {}).setdefault(about.made, judgement.words)
@@ -312,7 +325,7 @@ class AuditLog:
         if about is not None:
             pattern = about.refine(pattern)
         stale = before is not None and before.stale
-        alarm = Alarm(site, self._batch, order, judgement, pattern, None if again else evidence.kept(), stale)
+        alarm = Alarm(site, self._batch, order, judgement, pattern, None if alone else evidence.kept(), stale)
         self.alarms[site] = dataclasses.replace(alarm, phase="" if node is None else node.phase)
 
 

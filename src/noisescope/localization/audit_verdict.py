@@ -24,6 +24,7 @@ _INSIDE = ("matmul", "bmm", "softmax")
 _PLACED = ("tile", "tail", "batch", "rows")  # classes that say which elements are wrong, whatever happens to them
 _NEARLY_ALL = 0.8  # of the places that have such an operator
 _FEWEST = 2
+_MANY_CALLS = 4  # of one function in one call of a module: attention's own code has two products
 _MOST_OTHERS = 2  # tensors of one call that are named beside the worst
 _STRONG = 10.0  # times its limit: beyond any doubt, so that only the order of computation decides
 
@@ -214,10 +215,27 @@ def in_all_layers(suspects: Sequence[Suspect], judged: Iterable[Site], anatomy: 
     First all calls of an operator (every linear), then all calls of one role (every q_proj). Errors in only a few
     places are never merged, so a fault in one layer keeps its place.
     """
+    suspects = _without_repetitions(suspects)
     known = {*judged, *(suspect.site for suspect in suspects)}
     for kind in (_by_operator, lambda site: (*_by_operator(site), _role(site, anatomy))):
         suspects = _joined(suspects, known, kind)
     return tuple(suspects)
+
+
+def _without_repetitions(suspects: Sequence[Suspect]) -> list[Suspect]:
+    """One suspect for a function that a module's code calls again and again, as a scan does for each token."""
+    groups: dict[Site, list[Suspect]] = {}
+    for suspect in suspects:
+        groups.setdefault(dataclasses.replace(suspect.site, occurrence=0), []).append(suspect)
+    found = []
+    for head, *others in groups.values():
+        if len(others) < _MANY_CALLS:
+            found += [head, *others]
+        else:
+            words = f"{head.evidence}; the same function in {len(others)} other calls of this module"
+            sites = tuple(site for other in others for site in (other.site, *other.also))
+            found.append(dataclasses.replace(head, evidence=words, also=(*head.also, *sites)))
+    return list(ranked(found))
 
 
 def _by_operator(site: Site) -> tuple[str, str]:

@@ -64,11 +64,18 @@ class Node:
     def module(self) -> str:
         return self.unit.module
 
+    @property
+    def first_place(self) -> Place:
+        """Where what a call receives is used first: a model that holds the blocks starts at the embedding."""
+        return min((child.first_place for child in self.children), default=self.unit.place, key=place_order)
+
     def site(self, tensor: str) -> Site:
         operator = self.operator
         if operator in (WHOLE, CHOICE):
             operator = _NAMES.get(self.unit.kind, "residual")
-        return self.unit.site(operator, tensor=tensor, occurrence=self.occurrence)
+        found = self.unit.site(operator, tensor=tensor, occurrence=self.occurrence)
+        outside = tensor == "input" and not isinstance(found.place, int)
+        return dataclasses.replace(found, place=self.first_place) if outside else found
 
 
 class CallTree:
@@ -184,15 +191,18 @@ def with_whole_modules(model: nn.Module, anatomy: Anatomy) -> Anatomy:
     operators = {unit.module for unit in anatomy.units if unit.kind == MODULE}
     blocks = dict(zip(anatomy.blocks, range(len(anatomy.blocks)), strict=True))
     units = []
+    outside: Place = "embed"  # of what is neither a block nor around operators, before the first block
     for name, module in model.named_modules():
+        if name in blocks:
+            outside = "lm_head"
         if name in operators or isinstance(module, _CONTAINERS):
             continue
-        place = places.get(name, _place(name, blocks, places))
+        place = places.get(name, _place(name, blocks, places, outside))
         units.append(Unit(name, kinds.get(name, MODULE), place, "", (WHOLE,)))
     return dataclasses.replace(anatomy, units=(*anatomy.units, *units))
 
 
-def _place(name: str, blocks: dict[str, int], places: dict[str, Place]) -> Place:
+def _place(name: str, blocks: dict[str, int], places: dict[str, Place], outside: Place) -> Place:
     """The block that contains a module; outside the blocks, the last place in data order that the module contains."""
     parts = name.split(".")
     for length in range(len(parts), 0, -1):
@@ -200,7 +210,7 @@ def _place(name: str, blocks: dict[str, int], places: dict[str, Place]) -> Place
         if block is not None:
             return block
     inside = [place for unit, place in places.items() if not name or unit.startswith(f"{name}.")]
-    return max(inside, key=place_order, default="lm_head")
+    return max(inside, key=place_order, default=outside)
 
 
 class Judged:

@@ -53,8 +53,11 @@ def compare_weights(model: Any, stored: Stored, *, loaded: bool) -> WeightsCompa
     same: set[int] = set()
     wrong: dict[int, _Wrong] = {}
     skipped: dict[int, tuple[str, str]] = {}
+    kinds = {tensor.dtype for _, tensor in held.values()}
+    beginnings: set[tuple[Any, ...]] = set()
     try:
         for name, tensor_of_file in stored():
+            beginnings |= {_beginning(tensor_of_file, kind) for kind in kinds}
             if name not in held:
                 continue
             path, tensor = held[name]
@@ -64,11 +67,18 @@ def compare_weights(model: Any, stored: Stored, *, loaded: bool) -> WeightsCompa
                 skipped[id(tensor)] = (path, reason)
             elif changed is None:
                 same.add(id(tensor))
-            else:
+            else:  # tied weights may be stored twice, with one copy out of date; others are one tensor by mistake
                 wrong[id(tensor)] = _Wrong(path, tensor, changed)
-        left = [each for key, each in wrong.items() if key not in same]  # tied weights may be stored twice
+        tied = {name for pair in getattr(model, "all_tied_weights_keys", {}).items() for name in pair}
+        left = [each for key, each in wrong.items() if key not in same or each.path.replace(ADAPTED, "") not in tied]
         matrices = len({id(tensor) for _, tensor in held.values() if tensor.dim() > 1})
-        others = {} if _are_many(left, matrices) and not loaded else _names_of_others(stored, left)
+        like_others = [each for each in left if _beginning(each.tensor, each.tensor.dtype) in beginnings]
+        others = _names_of_others(stored, like_others)
+        exchanged = {each.path.replace(ADAPTED, "") for each in like_others if id(each.tensor) in others}
+        if _are_many(left, matrices) and not (loaded and exchanged == set(others.values())):
+            # blocks may have been taken out, but one that is here twice was not
+            twice = {key: name for key, name in others.items() if name in held and id(held[name][1]) in same}
+            others = twice if loaded else {}
     except (NoisescopeError, OSError, ValueError) as error:
         return WeightsCompared(Compared(notes=(f"weights were not compared with a checkpoint: {error}",)))
     was_cast = _are_many([each for each in left if each.difference.rounded], matrices)
@@ -102,6 +112,12 @@ def _no_comparison(model: Any, path: str, tensor: Tensor, stored: Tensor) -> str
         return "rescaled by the model itself"
     merged = ADAPTED in path and getattr(model.get_submodule(path.split(ADAPTED)[0]), "merged", False) is True
     return "merged with an adapter" if merged else ""
+
+
+def _beginning(tensor: Tensor, kind: torch.dtype) -> tuple[Any, ...]:
+    """A tensor's shape and first numbers in a dtype, to tell cheaply that it is not another one."""
+    first = tensor.detach()[(slice(0, 1),) * (tensor.dim() - 1)].flatten()[:4] if tensor.dim() else tensor.detach()
+    return tensor.shape, kind, *first.cpu().to(kind).flatten().tolist()
 
 
 def _names_of_others(stored: Stored, left: Sequence[_Wrong]) -> dict[int, str]:

@@ -116,16 +116,18 @@ def _dead_lane(e: Evidence) -> Pattern | None:
 
 
 def _saturation(e: Evidence) -> Pattern | None:
-    """All wrong elements are +-t, t is the largest value present, and they should be larger."""
+    """All wrong elements lie at the end of the range of their sign, and should be beyond it."""
     if not bool(e.bad.any()):
         return None
-    given, wanted = e.y[e.bad].abs(), e.values[e.bad].abs()
-    inside = e.y[e.columns].abs()
-    top = float(torch.where(inside.isfinite(), inside, 0.0).max())
-    tied = (given == top) & (wanted > given) & (e.y[e.bad].sign() == e.values[e.bad].sign())
-    if float(tied.double().mean()) < _MOST or top == 0:
+    given, wanted, present = e.y[e.bad], e.values[e.bad], e.y[e.columns]
+    ends = [float(torch.where(present.isfinite(), sign * present, 0.0).max()) for sign in (1, -1)]
+    tied = [(sign * given == end) & (sign * wanted > end) & (end > 0) for sign, end in zip((1, -1), ends, strict=True)]
+    if float((tied[0] | tied[1]).double().mean()) < _MOST:
         return None
-    return Pattern("saturation", 0.95, f"{int(tied.sum())} values that should be larger are clipped to +-{top:.6g}")
+    sides = [f"{sign}{end:.6g}" for sign, end, found in zip("+-", ends, tied, strict=True) if bool(found.any())]
+    where = f"+-{ends[0]:.6g}" if len(sides) == 2 and ends[0] == ends[1] else " and ".join(sides)
+    count = int((tied[0] | tied[1]).sum())
+    return Pattern("saturation", 0.95, f"{count} values that should be larger are clipped to {where}")
 
 
 def _stuck_bit(e: Evidence) -> Pattern | None:

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
-from types import FunctionType
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -26,7 +26,6 @@ from torch import Tensor, nn
 
 from noisescope.localization.state_fault import ADAPTED, Compared, StateFault
 from noisescope.localization.weight_difference import same_bits
-from noisescope.model.checkpoint_folder_check import check_config
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 _CHANGING = ("dynamic", "longrope")  # rotary frequencies that follow the length of the text
@@ -35,6 +34,10 @@ _FREE = {
     "training", "gradient_checkpointing", "padding_idx", "pad_token_id", "num_labels", "problem_type", "vocab_size",
     "max_seq_len_cached", "name_or_path", "inplace", "in_features", "out_features", "num_embeddings", "embedding_dim",
     "loss_type", "kernel_config", "router_aux_loss_coef", "jitter_noise", "scale_grad_by_freq", "sparse",
+}  # fmt: skip
+_FREE_IN_CONFIG = _FREE | {
+    "dtype", "torch_dtype", "use_cache", "return_dict", "num_hidden_layers", "tie_word_embeddings", "id2label",
+    "label2id", "quantization_config", "transformers_version", "is_decoder", "is_encoder_decoder",
 }  # fmt: skip
 _CLASSES = {
     "scaling": "gain", "scale": "gain", "scale_attn": "gain", "norm_factor": "gain", "inv_norm_factor": "gain",
@@ -71,19 +74,41 @@ def _unset(buffer: Tensor) -> float:
     return 0 if buffer.dtype == torch.bool else torch.iinfo(buffer.dtype).min or torch.iinfo(buffer.dtype).max
 
 
-_OF_LOADING = {"dtype", "torch_dtype", "architectures", "transformers_version", "use_cache", "quantization_config"}
+# -- the config itself
 
 
-def edited_config(model: Any, folder: Path) -> tuple[str, ...]:
-    """A note where the config in memory, which attention masks follow, is not that of the checkpoint."""
-    if not (folder / "config.json").is_file():
-        return ()
-    check_config(folder / "config.json")
-    stored, held = type(model.config).from_pretrained(folder).to_dict(), model.config.to_dict()
-    names = [name for name in stored.keys() & held.keys() if not name.startswith("_") and stored[name] != held[name]]
-    words = [f"{name} is {held[name]!r} and not {stored[name]!r}" for name in sorted({*names} - _FREE - _OF_LOADING)]
-    shown = "; ".join(words[:3]) + (f"; {len(words) - 3} more" if len(words) > 3 else "")
-    return (f"the config was edited after loading, or on loading: {shown}",) if words else ()
+def compare_with_stored_config(model: Any, folder: str | Path, *, loaded: bool) -> Compared:
+    """Compare the config in memory with that of the checkpoint: a forward reads windows, caps and scales from it.
+
+    `load` changes none of these values; whoever wraps a model may have loaded it with others.
+    """
+    try:
+        stored = type(model.config).from_pretrained(folder, local_files_only=True).to_dict()
+    except Exception as error:  # no config of this class there
+        return Compared(notes=(f"the config was not compared with the checkpoint's ({type(error).__name__})",))
+    here, there = (dict(_plain_values(each)) for each in (model.config.to_dict(), stored))
+    common = here.keys() & there.keys()
+    faults = [
+        StateFault(
+            "",
+            f"the config's {name} is {here[name]!r}; in the checkpoint's config {there[name]!r}",
+            _CLASSES.get(name.rpartition(".")[2], "unknown"),
+            sure=loaded,
+        )
+        for name in sorted(common)
+        if here[name] != there[name]
+    ]
+    return Compared(tuple(faults), len(common))
+
+
+def _plain_values(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The numbers and strings of a config that a forward may read; the model itself shows how many layers it has."""
+    for name, value in values.items():
+        free = name in _FREE_IN_CONFIG or name.startswith(("_", "output_")) or name.endswith(("_token_id", "dropout"))
+        if isinstance(value, Mapping) and not free:
+            yield from _plain_values(value, f"{prefix}{name}.")
+        elif isinstance(value, _PLAIN) and not free:
+            yield f"{prefix}{name}", value
 
 
 # -- buffers
@@ -271,12 +296,14 @@ def _set_while_running(kind: type) -> frozenset[str]:
 
 
 def plain_attributes(module: nn.Module) -> dict[str, Any]:
-    """A module's own numbers, strings and dtypes, except those without effect."""
-    return {
-        name: value
-        for name, value in vars(module).items()
-        if isinstance(value, _PLAIN) and not name.startswith("_") and name not in _FREE
+    """A module's own numbers, strings, dtypes, lists of them and names of functions, except those without effect."""
+    found = {name: value for name, value in vars(module).items() if name[:1] != "_" and name not in _FREE}
+    plain = {name: value for name, value in found.items() if isinstance(value, _PLAIN)}
+    lists = {name: tuple(value) for name, value in found.items() if isinstance(value, (tuple, list))}
+    functions = {
+        name: f.__qualname__ for name, f in found.items() if isinstance(f, (FunctionType, BuiltinFunctionType))
     }
+    return plain | functions | {name: each for name, each in lists.items() if all(isinstance(x, _PLAIN) for x in each)}
 
 
 def _both_nan(one: Any, other: Any) -> bool:

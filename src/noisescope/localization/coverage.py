@@ -112,6 +112,7 @@ class Coverage:
     cells: tuple[Cell, ...] = ()
     resolution: tuple[Resolution, ...] = ()  # how small an error of each class of modules was judged
     own_code: tuple[str, ...] = ()  # modules of a class that the config does not give, checked against their own code
+    doubtful: tuple[str, ...] = ()  # what in memory may be on purpose, or damage
     state: str = ""  # what was compared in the model's memory, and what was not
     backward: BackwardCoverage | None = None  # where gradients were audited
     repeated: int = 1  # forwards of the same input, each of which an intermittent fault could have hit
@@ -144,11 +145,18 @@ class Coverage:
 
     @property
     def exceptions(self) -> str:
-        """For the end of a headline: modules whose own code is all they could be checked against."""
-        if not self.own_code:
-            return ""
-        more = f" and {len(self.own_code) - 1} more" if len(self.own_code) > 1 else ""
-        return f"; not of the config's class, checked against its own code only: {self.own_code[0]}{more}"
+        """For the end of a headline: modules not judged, or checked against their own code only, and doubts."""
+        named = {
+            "not judged": tuple(map(str, self.not_judged)),
+            "not of the config's class, checked against its own code only": self.own_code,
+            "on purpose, or damaged": self.doubtful,
+        }
+        words = (
+            f"; {why}: {found[0]}" + f" and {len(found) - 1} more" * (len(found) > 1)
+            for why, found in named.items()
+            if found
+        )
+        return "".join(words)
 
     @property
     def ran(self) -> str:
@@ -175,6 +183,7 @@ class Coverage:
             ],
             "resolution": [row.to_dict() for row in self.resolution],
             "own_code": list(self.own_code),
+            "doubtful": list(self.doubtful),
             "state": self.state,
             "backward": None if self.backward is None else self.backward.to_dict(),
             "excluded_rate_per_forward": self.excluded_rate,

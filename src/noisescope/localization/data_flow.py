@@ -22,7 +22,7 @@ from noisescope.localization.host_twin import HostTwin, autocast_of
 from noisescope.localization.roundoff_floors import Reference, number_format
 from noisescope.localization.tensors import differing
 from noisescope.localization.twin_comparison import Comparison, Difference
-from noisescope.model.anatomy import ATTENTION, Anatomy, Unit
+from noisescope.model.anatomy import ATTENTION, ROTARY, Anatomy, Unit
 from noisescope.probe.watch import watch
 from noisescope.sites import FUSED, WHOLE, Site
 
@@ -40,7 +40,7 @@ class About:
 
     made: str
     hint: Pattern | None = None
-    again: bool = False  # the call was judged by its own arguments, too
+    can_be_stale: bool = True  # not of a call that was judged by its own arguments, too, nor of a few small indices
 
     def refine(self, pattern: Pattern) -> Pattern:
         """Use the hint if the numbers are less specific, or show only which elements are wrong."""
@@ -59,34 +59,51 @@ class About:
 def about_difference(found: Difference) -> About:
     node, what = found.node, _meaning(found)
     made = f"{what or found.tensor} of {node.module or 'the model'} as {type(found.inside.callee).__name__} computes it"
+    if found.inside is node and found.tensor == "input":
+        made = f"{found.path} of {node.module or 'the model'} as its caller gave it"
     if found.source is not None:
         made += f", which is the output of {found.source.module}"
     elif found.before is not None and found.before is not node:
         made += f" after {found.before.module}"
     hint = None
     if what == "mask":
-        hint = Pattern("mask", 0.95, "attention receives a mask that differs from the one the model's code builds")
+        hint = Pattern("mask", 0.97, "attention receives a mask that differs from the one the model's code builds")
+    elif what == "positions":
+        hint = Pattern("position", 1.0, "the positions differ from those the code counts")
     elif not found.got.is_floating_point():
         hint = Pattern("unknown", 1.0, "the indices differ from those the code selects")
+    elif found.limit is not None and _was_shortened(found):
+        name = str(found.got.dtype).removeprefix("torch.")
+        hint = Pattern("truncation", 0.8, f"it arrives as {name}, which the code does not cast it to")
     elif what in ("keys", "queries") and _rotated(found):
         hint = Pattern(
             "position", 0.8, f"{what} have the right norm but the wrong direction, as with wrong rotary angles"
         )
     elif what in ("keys", "values") and _facing(found.got, found).shape[-2] > _queries(node):
         hint = Pattern("stale data", 0.7, f"cached {what} differ from what was written")
-    return About(made, hint)
+    return About(made, hint, can_be_stale=found.got.is_floating_point() and what != "positions")
 
 
 def _meaning(found: Difference) -> str:
-    """Whether the tensor is the queries, keys, values or mask of an attention call."""
+    """Whether the tensor holds positions, or is the queries, keys, values or mask of an attention call."""
     node = found.node
     if "mask" in found.path or (node.operator == "softmax" and _mask_differs(found)):
         return "mask"
+    if "position_ids" in found.path or (found.tensor == "input" and node.unit.kind == ROTARY):
+        return "positions"
     if found.tensor == "input" and node.operator == FUSED:
         return _FUSED_INPUTS.get(found.path, "")
     if found.tensor == "input" and node.operator in ("matmul", "bmm") and node.unit.kind == ATTENTION:
         return _PRODUCT_INPUTS.get((node.occurrence, found.path), "")
     return ""
+
+
+def _was_shortened(found: Difference) -> bool:
+    """Whether the tensor has a shorter dtype than the code gives it, and differs no more than by that rounding."""
+    form = number_format(found.got.dtype)
+    return form.bits < number_format(found.expected.dtype).bits and bool(
+        ((found.got.double() - found.expected.double()).abs() <= 2 * form.ulp(found.expected.double())).all()
+    )
 
 
 def _mask_differs(found: Difference) -> bool:

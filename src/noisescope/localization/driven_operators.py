@@ -38,6 +38,8 @@ _WEIGHTS = 6144  # exponentials that one attention call takes
 _NEAR, _FAR = 1.45, 8.0  # how far the other key is below: two octaves of exp, and where 16-bit weights still count
 _FAR_SHARE = 0.25
 _HEADS, _WIDTH = 4, 16  # of a call of attention whose own shapes are not known
+_ALONE = 32  # tokens given to a module that no forward calls
+_TABLE_ROWS = 1 << 12  # of an embedding that are looked up
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,19 @@ class DrivenWeights:
     dtype: torch.dtype  # of the output
     given: torch.dtype
     unseen: bool = False  # the model calls a function in its place that no one sees
+
+
+def input_alone(module: nn.Module, operators: tuple[str, ...], generator: torch.Generator) -> Tensor | None:
+    """What a linear, a norm or a table can be called with outside a forward; None for any other module."""
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, Tensor) or weight.is_meta:
+        return None
+    if type(module) is nn.Embedding:
+        rows = torch.linspace(0, len(weight) - 1, min(_TABLE_ROWS, len(weight)), dtype=torch.float64)
+        return rows.round().long()[None].to(weight.device)
+    if type(module) is nn.Linear or (operators == ("norm",) and weight.dim() == 1):
+        return torch.randn(2, _ALONE, weight.shape[-1], generator=generator).to(weight)
+    return None
 
 
 @dataclass

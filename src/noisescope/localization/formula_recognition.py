@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from noisescope.localization.host_copies import give_code_from_disk
 from noisescope.localization.shipped_functions import shipped_functions
 
 _EPS_NAMES = ("variance_epsilon", "eps", "epsilon", "norm_eps", "layer_norm_eps", "rms_norm_eps")
@@ -31,9 +32,7 @@ _ROUGH_ROWS, _ROUGH = 256, 2.5  # standard errors of a row's factor: 1 to 2 wher
 _MOST_WEIGHTS = 1 << 22  # synthetic numbers of a linear: a head with more outputs is tried with fewer of them
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # What torch, accelerate and our own scopes keep in a module, none of which its class's forward reads.
-_KEPT_FOR_OTHERS = frozenset(
-    {"forward", "_old_forward", "_hf_hook", "_is_hf_initialized", "_non_persistent_buffers_set"}
-)
+_KEPT_FOR_OTHERS = {"forward", "_old_forward", "_hf_hook", "_is_hf_initialized", "_non_persistent_buffers_set"}
 
 _known: dict[tuple[Any, ...], tuple[Any, Any]] = {}
 
@@ -370,20 +369,20 @@ def _call(
         ):
             own = _own_parameters(module) if made_up is None else {}
             bare = _bare(module, own | (parameters or {}), made_up)
-            y = type(module).forward(bare, *args, **kwargs)
+            y = type(bare).forward(bare, *args, **kwargs)
     except Exception:  # third-party code may raise anything: it is not a known formula
         return None
     return y.detach() if isinstance(y, Tensor) else y
 
 
 def _bare(module: nn.Module, parameters: dict[str, Tensor], made_up: torch.dtype | None) -> nn.Module:
-    """A copy on the host that has its class's forward, these parameters, and no hooks.
+    """A copy on the host with its class's methods, these parameters, and no hooks.
 
     Its children too: with parameters made up in this dtype, or copies of their own for None.
     """
     bare = copy.copy(module)
+    give_code_from_disk(bare, type(module))
     state = bare.__dict__
-    state.pop("forward", None)  # a scope's wrapper, or accelerate's
     state.update({name: OrderedDict() for name in _HOOKS})
     state["_parameters"] = dict(parameters) | {k: None for k, p in module._parameters.items() if p is None}
     state["_buffers"] = {k: None if b is None else b.detach().to("cpu", copy=True) for k, b in module._buffers.items()}

@@ -320,14 +320,12 @@ def copied_modules(model: nn.Module) -> dict[str, nn.Module]:
     names = [name for name, _ in model.named_modules()]
     found = dict(twin.named_modules())
     for module in found.values():
+        give_code_from_disk(module, _without_call_wrapper(type(module)))
         own: dict[str, Any] = module.__dict__
-        for name in [name for name, value in own.items() if _shadows(type(module), name, value)]:
-            del own[name]  # a method that was put on the instance
         own["_parameters"] = HostParameters(own["_parameters"])
         for name, value in own.items():
             if isinstance(value, Tensor) and value.device.type != "cpu":
                 own[name] = value.detach().to("cpu")
-        module.__class__ = as_on_disk(_without_call_wrapper(type(module)))
     return {name: found[name] for name in names}
 
 
@@ -345,6 +343,14 @@ def _without_call_wrapper(cls: type) -> type:
         return _Uncompiled
     own = {name for name, value in vars(cls).items() if callable(value)}
     return cls.__bases__[0] if own == {"__call__"} and len(cls.__bases__) == 1 else cls
+
+
+def give_code_from_disk(module: nn.Module, cls: type) -> None:
+    """Make a copy an instance of a class as its file defines it, without methods that were put on the instance."""
+    own = vars(module)
+    for name in [name for name, value in own.items() if _shadows(cls, name, value)]:
+        del own[name]
+    module.__class__ = as_on_disk(cls)
 
 
 def _shadows(cls: type, name: str, value: Any) -> bool:

@@ -52,6 +52,7 @@ from noisescope.localization.twin_comparison import (
 )
 from noisescope.model.forwards import device_of
 from noisescope.probe.unfused_attention import multihead
+from noisescope.sites import FUSED
 
 
 def autocast_of(model: nn.Module) -> torch.dtype | None:
@@ -177,7 +178,7 @@ class HostTwin:
         for rounding in roundings(convolved=self._convolved):
             set_state(twin, before[1])
             runs.append(self._run(twin, node, host_copy(before[0]), rounding=rounding).seen)
-        return limits_of(runs, different)
+        return limits_of(runs, different, autocast=self._cast is not None)
 
     def _run(
         self,
@@ -327,8 +328,13 @@ def _code_of(module: nn.Module) -> Callable[..., Any]:
 
 
 def _alike_call(child: Node, args: tuple[Any, ...]) -> bool:
-    """Whether a call of the same function has as many tensors and the same strings (an einsum's equation)."""
-    return _words(args) == _words(child.args) and len(list(tensors_in(args))) == len(list(tensors_in(child.args)))
+    """Whether a call of the same function has tensors of the same shapes and the same strings (an einsum's equation).
+
+    Fused attention may be given its keys once or repeated for each head, with the same result.
+    """
+    here, there = ([x.shape for _, x in tensors_in(each)] for each in (args, child.args))
+    same = len(here) == len(there) if child.operator == FUSED else here == there
+    return same and _words(args) == _words(child.args)
 
 
 def _same_words(child: Node, args: Any, kwargs: Any) -> bool:

@@ -59,11 +59,12 @@ def roundings(count: int = RUNS, convolved: int = 24) -> list[RandomRounding]:
 
 
 def limits_of(
-    runs: Sequence[Mapping[Any, Tensor]], different: Mapping[Any, tuple[Tensor, Tensor]]
+    runs: Sequence[Mapping[Any, Tensor]], different: Mapping[Any, tuple[Tensor, Tensor]], *, autocast: bool = False
 ) -> dict[Any, Tensor]:
     """7 standard deviations of the difference of two such runs, by element and by row, plus some ulps.
 
-    For each tensor that differs, given its actual and expected value and what the runs returned in its place.
+    For each tensor that differs, given its actual and expected value and what the runs returned in its place. Only
+    under autocast, whose functions differ by device, may a tensor have a shorter dtype than the code gives it.
     """
     limits = {}
     for key, (got, expected) in different.items():
@@ -77,7 +78,8 @@ def limits_of(
             continue
         variance = torch.where(wide.isfinite(), wide, 0.0).square().mean(0)
         pooled = variance.mean(-1, keepdim=True) if variance.dim() else variance
-        form = number_format(_narrow(got))
+        forms = [number_format(_narrow(x)) for x in ((got,) if autocast else (got, expected))]
+        form = max(forms, key=lambda each: each.bits)
         ulp = form.ulp(torch.where(expected.isfinite(), expected, 0.0).double())
         limits[key] = Z_ELEMENT * (variance + pooled).sqrt() + (_ULPS if form.bits > 20 else 1) * ulp
     return limits

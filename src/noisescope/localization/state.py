@@ -18,14 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from noisescope.errors import NoisescopeError
 from noisescope.localization.audit_verdict import in_all_layers
 from noisescope.localization.call_tree import with_whole_modules
 from noisescope.localization.checkpoint_state import PLAIN, Stored, WeightsCompared, compare_weights, held_tensors
 from noisescope.localization.config_state import (
     compare_attributes,
     compare_buffers,
-    edited_config,
+    compare_with_stored_config,
     fresh_model,
     odd_ones_out,
 )
@@ -77,8 +76,12 @@ def check_state(subject: Subject | nn.Module) -> StateReport:
         stored = _checkpoint(subject, root)
         weights = WeightsCompared() if stored is None else compare_weights(root, stored, loaded=loaded)
         parts[CHECKPOINT] = weights.result
+        source = _source(subject, root)
+        if source is not None and Path(source[0]).expanduser().is_dir():
+            parts["values of the config with the checkpoint's"] = compare_with_stored_config(
+                root, Path(source[0]).expanduser(), loaded=loaded
+            )
         parts |= _compare_with_config(root, as_stored=weights.as_stored)
-        parts["config"] = Compared(notes=_edited_config(subject, root))
     parts = {name: _with_prefix(part, path) for name, part in parts.items()}
     if "attributes with the config" not in parts:
         parts["attributes between blocks"] = odd_ones_out(model, anatomy.blocks)
@@ -88,6 +91,12 @@ def check_state(subject: Subject | nn.Module) -> StateReport:
 
 def _checkpoint(subject: Subject | nn.Module, root: Any) -> Stored | None:
     """A reader for the tensors the model was loaded from; None if unknown."""
+    found = _source(subject, root)
+    return None if found is None else lambda: stored_tensors(root, *found, held_tensors(root))
+
+
+def _source(subject: Subject | nn.Module, root: Any) -> tuple[str, str | None] | None:
+    """What the model was loaded from, with the revision."""
     source, revision = str(root.name_or_path), vars(root.config).get("_commit_hash")
     if isinstance(subject, Subject) and subject.loading is not None:
         source, revision = subject.source, subject.loading["revision"] or revision
@@ -95,16 +104,7 @@ def _checkpoint(subject: Subject | nn.Module, root: Any) -> Stored | None:
         return None
     if source == "demo" or Path(source).expanduser().exists():  # only a hub id has revisions
         revision = None
-    return lambda: stored_tensors(root, source, revision, held_tensors(root))
-
-
-def _edited_config(subject: Subject | nn.Module, root: Any) -> tuple[str, ...]:
-    loaded = isinstance(subject, Subject) and subject.loading is not None
-    source = subject.source if isinstance(subject, Subject) and loaded else str(root.name_or_path)
-    try:
-        return edited_config(root, Path(source).expanduser()) if source else ()
-    except (NoisescopeError, OSError, ValueError) as error:
-        return (f"the config was not compared with the checkpoint's: {error}",)
+    return source, revision
 
 
 def _compare_with_config(root: Any, *, as_stored: bool) -> dict[str, Compared]:
@@ -127,6 +127,7 @@ def _with_prefix(part: Compared, prefix: str) -> Compared:
 def with_state(found: Verdict, report: StateReport) -> Verdict:
     """A verdict with the faults found in memory first, because round-off can't explain them."""
     notes = (*report.notes, f"checking weights, buffers and config took {report.seconds:.1f} s")
+    doubtful = tuple(f"{suspect.site}: {suspect.evidence}" for suspect in report.doubtful)
     verdict = "undecided" if report.possible and found.verdict == "healthy" else found.verdict
     return dataclasses.replace(
         found,
@@ -134,7 +135,7 @@ def with_state(found: Verdict, report: StateReport) -> Verdict:
         suspects=ranked((*report.suspects, *found.suspects, *report.possible)),
         checked=found.checked + report.compared,
         notes=(*found.notes, *notes),
-        coverage=dataclasses.replace(found.coverage, state=report.words, own_code=report.own_code),
+        coverage=dataclasses.replace(found.coverage, state=report.words, own_code=report.own_code, doubtful=doubtful),
     )
 
 
