@@ -232,7 +232,7 @@ class _Run(TorchFunctionMode):
     """One run of a module's code: answers recorded functions, and perturbs the results of inexact ones if requested."""
 
     def __init__(
-        self, node: Node, recorded: dict[Key, Tensor] | None, rounding: RandomRounding | None, *, fused: bool
+        self, node: Node, recorded: dict[Key, Tensor] | None, rounding: RandomRounding | None, *, fused: bool = False
     ) -> None:
         super().__init__()
         self.node, self.problem = node, ""
