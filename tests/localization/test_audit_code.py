@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 import transformers.cache_utils as caches
+import transformers.models.llama.modeling_llama as llama
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
@@ -480,3 +481,33 @@ def test_weights_that_accelerate_keeps_elsewhere_are_judged(where, tmp_path):
     with faulty(model, DeadZone(0.1), 1, operator="linear", module="*.up_proj"):
         first = audit(model).suspects[0]
     assert (first.site.module, first.fault_class) == ("model.layers.1.mlp.up_proj", "dead zone")
+
+
+def fused_rotation(turn: int = 0, factor: float = 1.0) -> Any:
+    """In float64, rounded once."""
+
+    def rotate(q, k, cos, sin, unsqueeze_dim=1):
+        cos, sin = (x.roll(turn, -2).unsqueeze(unsqueeze_dim).double() for x in (cos, sin))
+
+        def one(x):
+            first, second = x.double().chunk(2, -1)
+            return (factor * (x.double() * cos + torch.cat((-second, first), -1) * sin)).to(x.dtype)
+
+        return one(q), one(k)
+
+    return rotate
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_fused_kernel_in_place_of_a_function_of_the_file(dtype, monkeypatch):
+    """It may leave roundings out; it may not compute something else."""
+    model = tiny_model("llama").to(dtype)
+    monkeypatch.setattr(llama, "apply_rotary_pos_emb", fused_rotation())
+    verdict = audit(model)
+    assert not verdict.suspects, verdict.headline
+    assert verdict.verdict == "healthy", verdict.headline
+    assert any("apply_rotary_pos_emb" in note for note in verdict.notes)
+    for wrong in (fused_rotation(turn=1), fused_rotation(factor=1.1)):
+        monkeypatch.setattr(llama, "apply_rotary_pos_emb", wrong)
+        first = audit(model, quick=True).suspects[0]
+        assert (first.site.place, first.site.tensor) == (0, "input"), first

@@ -354,7 +354,7 @@ class AuditRun:
             self._states.settle()
             self._judge(tree, opened, base=base, together=not (keep_hashes or repeated))
             self.log.passed_through_hooks(tree.root, given, output)
-            self._states.adopt()
+            self._states.adopt(keys=self._twin is not None and bool(self._twin.fused))
         return output
 
     def _judge(self, tree: CallTree, opened: frozenset[str], *, base: bool, together: bool) -> None:

@@ -33,6 +33,7 @@ bitwise_and bitwise_or bitwise_not __and__ __or__ __invert__ __xor__ any all isf
 histc unique searchsorted bucketize count_nonzero leaky_relu hardtanh relu6 threshold
 """
 _WITH_NUMBERS = frozenset({"add", "sub", "mul", "multiply", "subtract"})
+_ROUNDED = _WITH_NUMBERS | {"to", "type", "type_as", "half", "bfloat16"}
 _SINGLE_NAMES = frozenset(_SINGLE.split())
 _EXACT = frozenset(_SHAPES.split()) | _SINGLE_NAMES
 
@@ -55,6 +56,11 @@ def is_exact(function: Any, args: tuple[Any, ...]) -> bool:
     if numbers and "div" in name:
         return all(math.frexp(number)[0] in (0.5, -0.5) for number in numbers)
     return not (numbers and short and name.strip("_").lstrip("ri") in _WITH_NUMBERS) or all(map(_in_few_bits, numbers))
+
+
+def rounds_once(function: Any) -> bool:
+    """Whether it is a sum, a difference, a product or a cast: a fused kernel may leave their roundings out."""
+    return getattr(function, "__name__", "").strip("_").lstrip("ri") in _ROUNDED
 
 
 def _in_few_bits(number: float) -> bool:

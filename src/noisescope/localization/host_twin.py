@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from noisescope.localization.call_tree import Node
-from noisescope.localization.exact_functions import is_exact
+from noisescope.localization.exact_functions import is_exact, rounds_once
 from noisescope.localization.host_copies import (
     copied_modules,
     each_once,
@@ -39,7 +39,7 @@ from noisescope.localization.host_copies import (
 )
 from noisescope.localization.random_rounding import RandomRounding, limits_of, roundings
 from noisescope.localization.roundoff_floors import convolution_bits, mean_bound
-from noisescope.localization.shipped_functions import without_modes
+from noisescope.localization.shipped_functions import calls_replaced, without_modes
 from noisescope.localization.tensors import same_numbers
 from noisescope.localization.twin_comparison import (
     Comparison,
@@ -76,6 +76,7 @@ class HostTwin:
         self._visit: Callable[[Node], None] = lambda node: None
         self._cast = autocast
         self._convolved = convolution_bits(device_of(model).type)
+        self.fused = {name for name, module in model.named_modules() if calls_replaced(type(module).forward)}
 
     def fits(self, model: nn.Module) -> bool:
         """Whether the model still has the modules that were copied: BigBird exchanges some in its first forward."""
@@ -190,7 +191,7 @@ class HostTwin:
         rounding: RandomRounding | None = None,
     ) -> _Run:
         args, kwargs = mapped(state, each_once(Tensor.clone), lambda value: self._twins.get(id(value), value))
-        run = _Run(node, recorded, rounding)
+        run = _Run(node, recorded, rounding, fused=node.module in self.fused)
         outer, self._running = self._running, run
         try:
             with (
@@ -230,9 +231,12 @@ class HostTwin:
 class _Run(TorchFunctionMode):
     """One run of a module's code: answers recorded functions, and perturbs the results of inexact ones if requested."""
 
-    def __init__(self, node: Node, recorded: dict[Key, Tensor] | None, rounding: RandomRounding | None) -> None:
+    def __init__(
+        self, node: Node, recorded: dict[Key, Tensor] | None, rounding: RandomRounding | None, *, fused: bool = False
+    ) -> None:
         super().__init__()
         self.node, self.problem = node, ""
+        self._fused = fused  # whether sums and products may lack a rounding of their own
         self.compared = 0
         self.seen: dict[Key, Tensor] = {}  # but for what is as it was recorded
         self._recorded = recorded or {}
@@ -291,7 +295,9 @@ class _Run(TorchFunctionMode):
             if any(kind not in (Tensor, nn.Parameter) for kind in types):  # a packed weight does it in its own way
                 return self._of_subclass(func, args, kwargs)
             result = func(*args, **kwargs)
-            if is_exact(func, args) or not _has_fractions((args, kwargs, result)):
+            exact = is_exact(func, args)
+            once = exact and self._fused and rounds_once(func)
+            if (exact and not once) or not _has_fractions((args, kwargs, result)):
                 return result
             self.was_inexact = True
             if self._rounding is None:
@@ -299,7 +305,7 @@ class _Run(TorchFunctionMode):
             if self._rounding.shortens(func):
                 args, kwargs = mapped((args, kwargs), self._rounding.cut)
                 result = func(*args, **kwargs)
-            return mapped(result, self._rounding.moved)
+            return mapped(result, functools.partial(self._rounding.moved, once=once))
 
     def _of_subclass(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A function of a tensor subclass: it may round its inputs, so they are perturbed as well as its result."""

@@ -39,18 +39,24 @@ class RandomRounding:
         steps = torch.rand(x.shape, generator=self._generator) * 2 - 1
         return x * (1 + 2.0 ** (1 - self._convolved) * steps)
 
-    def moved(self, y: Tensor) -> Tensor:
-        """The tensor with each element moved by up to two units of round-off of its own, and of its row's rms."""
+    def moved(self, y: Tensor, *, once: bool = False) -> Tensor:
+        """The tensor with each element moved by up to two units of round-off of its own, and of its row's rms.
+
+        `once`: it may lack one rounding of its own, so an element moves by up to one unit of itself.
+        """
         if y.is_complex():
-            return torch.view_as_complex(self.moved(torch.view_as_real(y)))
+            return torch.view_as_complex(self.moved(torch.view_as_real(y), once=once))
         if type(y) is not Tensor or not y.is_floating_point() or not y.numel() or y.dtype.itemsize < 2:
             return y
         wide = y.double()
         finite = torch.where(wide.isfinite(), wide, 0.0)
-        scale = finite.abs() + (finite.square().mean(-1, keepdim=True).sqrt() if y.dim() else 0.0) / 4
+        scale = finite.abs()
+        if y.dim() and not once:
+            scale = scale + finite.square().mean(-1, keepdim=True).sqrt() / 4
         steps = torch.rand(y.shape, generator=self._generator, dtype=torch.float64) * 2 - 1
         form = number_format(_narrow(y))
-        return (wide + (_UNITS_FLOAT32 if form.bits > 20 else _UNITS) * form.u * scale * steps).to(y.dtype)
+        units = 1.0 if once else _UNITS_FLOAT32 if form.bits > 20 else _UNITS
+        return (wide + units * form.u * scale * steps).to(y.dtype)
 
 
 def roundings(count: int = RUNS, convolved: int = 24) -> list[RandomRounding]:

@@ -6,6 +6,7 @@ its reference: while the host computes, the packages' own functions are put back
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -94,6 +95,15 @@ _in_model_code: list[tuple[Replaced, Any]] = []  # and by what; many files are s
 def search_code(model: nn.Module) -> None:
     """Search transformers and the model's classes for functions that were replaced until now."""
     _in_model_code[:] = [(each, _get(each)) for each in starmap(Replaced, patched_functions(model))]
+
+
+def calls_replaced(method: Any) -> bool:
+    """Whether a method calls a function of its own file that was replaced: by a fused kernel, in most cases."""
+    code = inspect.unwrap(method)
+    if not isinstance(code, FunctionType):
+        return False
+    names = {each.name for each, _ in _in_model_code if getattr(each.owner, "__name__", "") == code.__module__}
+    return not names.isdisjoint(code.__code__.co_names)
 
 
 def replaced_functions() -> list[Replaced]:
