@@ -31,7 +31,8 @@ def test_nothing_is_replaced_by_importing_libraries() -> None:
     import peft
     import torchao
 
-    assert lightning and peft and torchao and replaced_functions() == []
+    auto_round = {"Transpose.convert", "PreTrainedModel._init_weights"}  # which another test may have imported
+    assert lightning and peft and torchao and {str(each) for each in replaced_functions()} <= auto_round
 
 
 def test_functions_are_put_back_and_left_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
