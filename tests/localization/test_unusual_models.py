@@ -82,6 +82,17 @@ class Recurrent(Own):
         return self.lstm(x)[0]
 
 
+class Expanded(Own):
+    """Positions expanded over the batch go through a dropout, which gives them back as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions, self.dropout = nn.Parameter(torch.randn(1, 1, WIDTH)), nn.Dropout(0.1)
+
+    def between(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.positions.expand(x.shape))
+
+
 def made(kind: type[Own]) -> Own:
     torch.manual_seed(1)
     return kind().eval()
@@ -93,7 +104,7 @@ def located(model: nn.Module, **kwargs: Any) -> Any:
     return ns.locate(ns.wrap(model), inputs=[{"input_ids": each} for each in ids], **kwargs)
 
 
-@pytest.mark.parametrize("kind", [ChannelsFirst, ScalarFirst, Ensemble, Recurrent])
+@pytest.mark.parametrize("kind", [ChannelsFirst, ScalarFirst, Ensemble, Recurrent, Expanded])
 def test_a_model_without_blocks(kind: type[Own]) -> None:
     verdict = located(made(kind))
     assert verdict.verdict == "healthy", verdict.headline

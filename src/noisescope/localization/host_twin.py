@@ -280,7 +280,8 @@ class _Run(TorchFunctionMode):
 
         def result(x: Tensor) -> Tensor:
             own = passed.get(id(x))  # an argument that is given back: who writes to one writes to both
-            return x.clone() if own is None or own.shape != x.shape else own.copy_(x)
+            written = own is not None and own.shape == x.shape and 0 not in own.stride()  # expanded ones can't be
+            return own.copy_(x) if own is not None and written else x.clone()
 
         return mapped(child.output, result)
 
