@@ -134,6 +134,22 @@ def test_what_a_hook_before_the_model_adds_is_open():
     assert any("position_ids comes from a hook on the model" in note for note in verdict.notes)
 
 
+@pytest.mark.parametrize("removed", [{}, {"attention_mask": None}], ids=["left out", "None"])
+def test_what_a_hook_before_the_model_removes_is_open(removed):
+    """Without its mask a padded batch is another one, which the model then computes without a fault."""
+    model = tiny_model("llama", layers=2)
+
+    def hook(module, args, kwargs):
+        return args, {name: x for name, x in kwargs.items() if name != "attention_mask"} | removed
+
+    model.register_forward_pre_hook(hook, with_kwargs=True)
+    mask = torch.ones(2, 8, dtype=torch.long)
+    mask[0, :3] = 0
+    verdict = audit(model, {"input_ids": torch.arange(16).reshape(2, 8), "attention_mask": mask})
+    assert verdict.verdict == "undecided"
+    assert any("attention_mask was given by the caller, and a hook" in note for note in verdict.notes)
+
+
 def test_positions_that_are_one_off_are_no_stale_data():
     model = tiny_model("llama", layers=2)
     model.model.rotary_emb.register_forward_pre_hook(

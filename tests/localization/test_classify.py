@@ -264,6 +264,35 @@ def test_a_lost_addend_in_the_last_channels_is_a_tail():
     assert found.fault_class == "tail" and found.channels == tuple(range(WIDTH - 8, WIDTH))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("change", "kind", "words"),
+    [
+        (lambda y: y - drawn(1, WIDTH, seed=8, dtype=y.dtype), "bias", "each channel is off by its own constant"),
+        (
+            lambda y: y * (1 + drawn(1, WIDTH, seed=8, dtype=y.dtype) / 4),
+            "gain",
+            "each channel is multiplied by its own",
+        ),
+    ],
+    ids=["bias", "scales"],
+)
+def test_channels_with_constants_of_their_own(change, kind, words, dtype):
+    """A lost bias vector and wrong scales by channel are no low-precision sums."""
+    found = named(change, dtype)
+    assert found.fault_class == kind and words in found.text
+
+
+def test_rows_with_factors_of_their_own_are_not_named_by_the_few_that_show():
+    """A coarse rsqrt: the factors of some rows are right by chance."""
+    x = drawn(ROWS, INNER, dtype=torch.float32)
+    factor = 1 + 1e-3 * drawn(ROWS, 1, seed=3, dtype=torch.float32) * (drawn(ROWS, 1, seed=4) > 0)
+    y = F.rms_norm(x, (INNER,), eps=1e-6) * factor
+    recomputed = recompute("norm", F.rms_norm, (x, (INNER,)), {"eps": 1e-6}, y, Rows(ROWS, 0))
+    found = classify(Evidence.of("norm", recomputed, judge(recomputed.y, recomputed.reference)))
+    assert found.fault_class == "function table" and found.row_words
+
+
 def test_rows_of_a_sample_keep_their_numbers():
     """Of 1000 rows some are computed again: the wrong one is named by its own index, in both calls of a stale pair."""
     x, w = drawn(2, 500, INNER), drawn(WIDTH, INNER, seed=1)

@@ -8,7 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from noisescope.localization.host_copies import HostParameters, HostStates, copied_modules, own_state, set_state
+from noisescope.localization.host_copies import (
+    HostParameters,
+    HostStates,
+    copied_modules,
+    own_state,
+    real_tensors_in,
+    set_state,
+)
 from noisescope.testing import tiny_model
 
 
@@ -122,3 +129,13 @@ def test_recurrent_states_in_lists_are_adopted_and_keys_are_not():
     theirs.recurrent_states[0] += 1  # no round-off
     states.adopt(keys=False)
     assert float(mine.recurrent_states[0][0]) < 1.1
+
+
+def test_conjugates_are_copied_and_compared_by_their_numbers():
+    """A conjugate is a view of the same memory with other numbers, as an inverse Fourier transform takes one."""
+    states, x = HostStates(), torch.complex(torch.ones(3), torch.arange(3.0))
+    own, other = states.on_host((x, x.conj()))
+    states.settle()
+    assert torch.equal(own, x) and torch.equal(other, x.conj())
+    pairs = dict(real_tensors_in({"x": x.conj()}))
+    assert pairs["x"][:, 1].tolist() == [0, -1, -2]

@@ -180,6 +180,8 @@ class AuditLog:
         for name in [name for name, x in received.items() if isinstance(x, Tensor) and name not in inputs]:
             self.leave_open(root.site("input"), f"{name} comes from a hook on the model, and not from its caller")
         given = {name: x for name, x in inputs.items() if isinstance(x, Tensor)}
+        for name in [name for name in given if not isinstance(received.get(name), Tensor)]:
+            self.leave_open(root.site("input"), f"{name} was given by the caller, and a hook on the model removed it")
         pairs = [
             ("input", name, received[name], on_host(x))
             for name, x in given.items()

@@ -18,6 +18,9 @@ _DEAD_SHARE = 0.01  # of the largest value: the smallest dead zone
 _SPARSE = 0.05  # wrong elements in a channel, at most, for spikes
 _EVERYWHERE = ("accumulation", "function table", "truncation", "rounding mode")  # by chance beyond tolerance in a row
 _TAIL = 0.5  # of the channels, at most, that are a tail
+_OF_ROWS = ("function table", "accumulation")  # classes of errors that each row has by its own
+_FEWEST_ROWS = 4  # that share the constants of their channels
+_VARIES = 0.01  # of the rms: what outputs change by from row to row, at least, for their errors to be constant
 
 
 def classify(evidence: Evidence) -> Pattern:
@@ -238,6 +241,24 @@ def _gain(e: Evidence) -> Pattern | None:
     return Pattern("gain", 0.9, f"multiplied by {1 + slope:.5g}")
 
 
+def _by_channel(e: Evidence) -> Pattern | None:
+    """Each channel off by a constant of its own, in all rows: a bias vector; or by a factor of its own: a scale."""
+    inside = torch.where(e.columns & e.fits, e.values, 0.0)
+    if len(e.y) < _FEWEST_ROWS or float((inside - inside.mean(0)).square().mean()) < (_VARIES * e.scale) ** 2:
+        return None  # of rows that are alike all errors are constant
+    weight, fits = e.weights(), []
+    for direction in (torch.ones_like(e.values), e.values):
+        along = torch.where(weight > 0, direction, 0.0)
+        size = (e.error * along * weight).sum(0) / (along.square() * weight).sum(0).clamp_min(1e-300)
+        fits.append(along * size)
+    offset, factor = (float(((e.error - fit).square() * weight).sum()) for fit in fits)
+    if not e.explains(fits[0] if offset < factor else fits[1]):
+        return None
+    if offset < factor:
+        return Pattern("bias", 0.8, "each channel is off by its own constant, as by a lost bias")
+    return Pattern("gain", 0.8, "each channel is multiplied by its own factor")
+
+
 def _row_gain(e: Evidence) -> Pattern | None:
     """Each row scaled by its own factor: a softmax normaliser, or the rsqrt of a norm."""
     if e.operator not in ("softmax", "norm") or int(e.columns[0].sum()) < 3:
@@ -298,6 +319,8 @@ def _region(e: Evidence) -> Pattern | None:
         if inner is None:
             return None
         return Pattern(inner.fault_class, inner.confidence, inner.text, details=inner.details, row_words=region.words)
+    if inner is not None and inner.fault_class in _OF_ROWS and not region.sure:  # some rows' factors are off by less
+        return Pattern(inner.fault_class, inner.confidence, inner.text, details=inner.details, row_words=region.words)
     if inner is None and region.kind != "tile" and e.operator in ATTENTION_OPERATORS:
         return None  # a mask, a position or a page: which rows it shows in says no more
     text = "no pattern inside" if inner is None else inner.text
@@ -334,6 +357,7 @@ _FITTED: tuple[Callable[[Evidence], Pattern | None], ...] = (
     _row_gain,
     _not_finite,
     input_pattern,
+    _by_channel,
 )
 _PATTERNS: tuple[Callable[[Evidence], Pattern | None], ...] = (
     *_BY_VALUE,

@@ -208,7 +208,7 @@ def tensors_in(value: Any) -> Iterator[tuple[str, Tensor]]:
 
 def real_tensors_in(value: Any) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a tree; complex ones as pairs of real numbers."""
-    return ((path, torch.view_as_real(x) if x.is_complex() else x) for path, x in tensors_in(value))
+    return ((path, torch.view_as_real(x.resolve_conj()) if x.is_complex() else x) for path, x in tensors_in(value))
 
 
 def host_copy(value: Any) -> Any:

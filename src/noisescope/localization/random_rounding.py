@@ -45,7 +45,7 @@ class RandomRounding:
         `once`: it may lack one rounding of its own, so an element moves by up to one unit of itself.
         """
         if y.is_complex():
-            return torch.view_as_complex(self.moved(torch.view_as_real(y), once=once))
+            return torch.view_as_complex(self.moved(torch.view_as_real(y.resolve_conj()), once=once))
         if type(y) is not Tensor or not y.is_floating_point() or not y.numel() or y.dtype.itemsize < 2:
             return y
         wide = y.double()

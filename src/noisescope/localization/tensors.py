@@ -63,7 +63,7 @@ def host_rows(x: Tensor) -> Tensor:
 
 def bits_of(x: Tensor) -> Tensor:
     """The bit patterns of a tensor as integers: equal NaNs are equal, and -0 is not 0."""
-    return x.detach().contiguous().view(INTEGERS[x.dtype.itemsize])
+    return x.detach().resolve_conj().resolve_neg().contiguous().view(INTEGERS[x.dtype.itemsize])
 
 
 def rms(x: Tensor) -> float:
