@@ -126,7 +126,7 @@ def test_weights_that_are_not_finite_are_told_of():
     verdict = audit(model, quick=True)
     assert verdict.verdict == "undecided" and not verdict.suspects
     (note,) = arising(verdict)
-    assert "(model.layers.2.mlp.down_proj): the host's result is not finite either: the weights are not" in note
+    assert "(model.layers.2.mlp.down_proj): the host's result from the same inputs is not finite either" in note
 
 
 def call(module: str, x: torch.Tensor, y: torch.Tensor, operator: str = "linear") -> Node:

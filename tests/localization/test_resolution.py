@@ -75,6 +75,13 @@ def test_mean_bound_counts_each_element_up_to_the_rms():
     assert mean_bound(torch.zeros(4), torch.zeros(4)) == 0.0
 
 
+def test_mean_bound_leaves_out_what_is_not_finite():
+    """NaN on both sides has no bound, and that of the other elements stays what it is."""
+    values = torch.tensor([3.0, math.nan, -3.0, math.inf], dtype=torch.float64)
+    assert mean_bound(torch.tensor([0.03, math.nan, 0.03, math.inf]), values) == pytest.approx(0.01)
+    assert mean_bound(torch.full((2,), math.nan), torch.full((2,), math.nan)) == 0.0
+
+
 def test_the_table_keeps_what_was_not_judged_apart():
     table = ResolutionTable()
     assert table.add("Linear", torch.bfloat16, 0.004) and not table.add("Linear", torch.bfloat16, 0.2)

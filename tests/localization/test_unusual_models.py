@@ -220,3 +220,45 @@ def test_a_token_repeated_is_one_row_of_evidence() -> None:
     inputs = [{"input_ids": torch.full((2, 64), token)} for token in (7, 10)]
     verdict = ns.locate(ns.wrap(model), inputs=inputs, quick=True)
     assert not verdict.suspects, verdict.suspects[0].evidence
+
+
+def test_a_padded_batch_of_an_eager_float64_model() -> None:
+    """Its mask is -inf in float32, in which softmax computes, so rows that see nothing are NaN: not judged."""
+    model = tiny_model("llama", layers=2).double()
+    model.config._attn_implementation = "eager"
+    verdict = ns.locate(model, method="audit")
+    assert verdict.verdict == "undecided" and not verdict.suspects
+    reasons = [each.reason for each in verdict.coverage.not_judged]
+    assert reasons and all(
+        "left padding" in why and "is NaN or infinite, on the host as well" in why for why in reasons
+    )
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")
+def test_a_scripted_activation_is_not_judged() -> None:
+    """Its class has no Python forward that the host could run."""
+
+    class Gate(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * torch.sigmoid(1.702 * x)
+
+    model = tiny_model("llama", layers=2)
+    model.model.layers[1].mlp.act_fn = torch.jit.script(Gate())
+    verdict = ns.locate(model, quick=True)
+    assert not verdict.suspects
+    assert [each.modules for each in verdict.coverage.not_judged] == [("model.layers.1.mlp.act_fn",)]
+
+
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated", "ignore:Please use quant_min and quant_max")
+def test_fake_quantisation_by_hooks_of_torch() -> None:
+    """Quantisation-aware training rounds outputs in torch's own hooks, and updates observers meanwhile."""
+    quantisation = pytest.importorskip("torch.ao.quantization")
+    model = tiny_model("opt", layers=2)
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.qconfig = quantisation.get_default_qat_qconfig("fbgemm")
+    quantisation.prepare_qat(model.train(), inplace=True)
+    model(**tiny_inputs(model))
+    assert ns.locate(model.eval()).verdict == "healthy"
+    model.model.decoder.layers[1].fc1.register_forward_hook(lambda module, args, y: 1.01 * y)
+    assert ns.locate(model).suspects[0].site.module.startswith("model.decoder.layers.1.")

@@ -31,7 +31,7 @@ from noisescope.localization.host_copies import tensors_in
 from noisescope.localization.host_operators import Unseen, recompute
 from noisescope.localization.host_products import Recomputed, Rows
 from noisescope.localization.judge import Judgement, judge, judge_elements
-from noisescope.localization.resolution import ResolutionTable, too_coarse
+from noisescope.localization.resolution import MOST, ResolutionTable, not_finite, too_coarse
 from noisescope.localization.tensors import differing, on_host
 from noisescope.localization.twin_comparison import Comparison, Difference, OtherArguments
 from noisescope.model.anatomy import Anatomy
@@ -126,8 +126,13 @@ class AuditLog:
         judgement = self._judge(node.site("output"), recomputed, node.order, node=node, judgement=judgement)
         bound = judgement.visible_share
         judged = self.resolution.add(_class_name(node.callee), recomputed.y.dtype, bound)
+        all_finite = bool(recomputed.reference.values.isfinite().all())
         for each in calls or (node,):
-            self.judged.add(each) if judged else self.judged.unknown(each, too_coarse(bound))
+            lost = 0.0 if all_finite else 1 - float(each.output.isfinite().double().mean())
+            if judged and lost <= MOST:
+                self.judged.add(each)
+            else:
+                self.judged.unknown(each, too_coarse(bound) if lost <= MOST else not_finite(lost))
 
     def code(self, node: Node, found: Comparison) -> None:
         """Record the result of running a module's code on the host."""

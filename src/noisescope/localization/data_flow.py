@@ -258,7 +258,7 @@ class NonFiniteOrigin:
         elif bool(values.isfinite().all()):
             why = f"the host's own result reaches {float(values.abs().max()):.4g}: {self.origin.overflow}"
         else:
-            why = "the host's result is not finite either: the weights are not finite, or it has no weights"
+            why = "the host's result from the same inputs is not finite either"
         self.origin = dataclasses.replace(self.origin, why=why)
 
     def compared(self, node: Node, found: Comparison) -> None:

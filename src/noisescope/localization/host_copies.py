@@ -247,17 +247,26 @@ _OWN_FORWARDS = ("forward", "_hf_hook", "_old_forward")  # the last two are acce
 
 
 def own_state(module: nn.Module) -> dict[str, dict[str, Any]]:
-    """The state that a module's code may change: buffers, tensors, numbers."""
+    """The state that a module's code may change: buffers, tensors, numbers, and the buffers of its children.
+
+    Fake quantisation, for one, writes to an observer that it does not call.
+    """
     plain = (bool, int, float, Tensor)
     own = {name: value for name, value in vars(module).items() if name[0] != "_" and isinstance(value, plain)}
-    found = {"own": own, "buffers": {name: value for name, value in module._buffers.items() if value is not None}}
+    found = {"own": own, "": _buffers_of(module)}
+    found |= {name: _buffers_of(child) for name, child in module.named_children() if child._buffers}
     return mapped(found, Tensor.clone)  # type: ignore[no-any-return]
+
+
+def _buffers_of(module: nn.Module) -> dict[str, Tensor]:
+    return {name: value for name, value in module._buffers.items() if value is not None}
 
 
 def set_state(module: nn.Module, state: dict[str, dict[str, Any]]) -> None:
     state = mapped(state, Tensor.clone)
-    vars(module).update(state["own"])
-    module._buffers.update(state["buffers"])
+    vars(module).update(state.pop("own"))
+    for name, buffers in state.items():
+        (module._modules[name] if name else module)._buffers.update(buffers)  # type: ignore[union-attr]
 
 
 @contextlib.contextmanager
@@ -313,7 +322,7 @@ def copied_modules(model: nn.Module) -> dict[str, nn.Module]:
         memo |= {id(p): p for p in module._parameters.values() if p is not None}
         memo |= {id(b): b.detach().to("cpu", copy=True) for b in module._buffers.values() if b is not None}
         attributes = vars(module)
-        memo |= {id(attributes[name]): type(attributes[name])() for name in _HOOKS if name in attributes}
+        memo |= {id(attributes[name]): _torchs_own(name, attributes[name]) for name in _HOOKS if name in attributes}
         memo |= {id(attributes[name]): None for name in _OWN_FORWARDS if name in attributes}
     try:
         twin = copy.deepcopy(model, dict(memo))
@@ -330,6 +339,12 @@ def copied_modules(model: nn.Module) -> dict[str, nn.Module]:
             if isinstance(value, Tensor) and value.device.type != "cpu":
                 own[name] = value.detach().to("cpu")
     return {name: found[name] for name in names}
+
+
+def _torchs_own(name: str, hooks: dict[int, Any]) -> dict[int, Any]:
+    """Of forward hooks those of torch, which are part of the model: quantisation-aware training rounds outputs so."""
+    kept = hooks if name == "_forward_hooks" else {}
+    return type(hooks)((k, hook) for k, hook in kept.items() if getattr(hook, "__module__", "").startswith("torch."))
 
 
 class _Uncompiled(nn.Module):

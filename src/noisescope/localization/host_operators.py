@@ -285,6 +285,7 @@ def _grouped_function(callee: Any, args: Any, kwargs: Any, y: Tensor, rows: Rows
 def _softmax_function(callee: Any, args: Any, kwargs: Any, y: Tensor, rows: Rows) -> Recomputed:
     """exp(x - max) / sum: the exponential's error grows with its argument, the sum has one sign."""
     x = argument(args, kwargs, 0, "input", "self")
+    x = x.to(kwargs.get("dtype") or x.dtype)  # a mask of float64's least number is -inf in float32
     dim = argument(args, kwargs, 1, "dim", default=-1)
     last = isinstance(dim, int) and dim in (-1, x.dim() - 1)
     out, wide = _pick(x if last else x.transpose(dim, -1), y if last else y.transpose(dim, -1))

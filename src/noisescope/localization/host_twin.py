@@ -76,7 +76,7 @@ class HostTwin:
         self._visit: Callable[[Node], None] = lambda node: None
         self._cast = autocast
         self._convolved = convolution_bits(device_of(model).type)
-        self.fused = {name for name, module in model.named_modules() if calls_replaced(type(module).forward)}
+        self.fused = {name for name, module in model.named_modules() if calls_replaced(_forward_of(module))}
 
     def fits(self, model: nn.Module) -> bool:
         """Whether the model still has the modules that were copied: BigBird exchanges some in its first forward."""
@@ -332,6 +332,11 @@ def _changed(node: Node, given: Any) -> list[tuple[str, Tensor]]:
 def _code_of(module: nn.Module) -> Callable[..., Any]:
     """The forward that the device ran; nn.MultiheadAttention, a single function, runs decomposed."""
     return multihead if isinstance(module, nn.MultiheadAttention) else type(module).forward
+
+
+def _forward_of(module: nn.Module) -> Any:
+    """The class's forward; None for a scripted module, whose class has none."""
+    return getattr(type(module), "forward", None)
 
 
 def _alike_call(child: Node, args: tuple[Any, ...]) -> bool:

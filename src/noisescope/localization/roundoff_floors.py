@@ -125,9 +125,14 @@ def rounded_once(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def mean_bound(limit: Tensor, values: Tensor) -> float:
-    """The mean of how far elements may be off, each by the rms of all at most, relative to that rms."""
-    finite = torch.where(values.isfinite(), values, 0.0).double()
-    size = float(finite.square().mean().sqrt())
+    """The mean of how far elements may be off, each by the rms of all at most, relative to that rms.
+
+    NaN and infinity have no bound: the device must have them in the same places.
+    """
+    finite = values.isfinite()
+    if not bool(finite.all()):
+        limit, values = limit[finite], values[finite]
+    size = float(values.double().square().mean().sqrt()) if values.numel() else 0.0
     if size == 0:
         return 0.0
     return float((limit.double() / size).nan_to_num(1.0).clamp_max(1.0).mean())
