@@ -258,7 +258,7 @@ def test_fake_quantisation_by_hooks_of_torch() -> None:
         if isinstance(module, nn.Linear):
             module.qconfig = quantisation.get_default_qat_qconfig("fbgemm")
     quantisation.prepare_qat(model.train(), inplace=True)
-    model(**tiny_inputs(model))
+    model(**tiny_inputs("opt"))
     assert ns.locate(model.eval()).verdict == "healthy"
     model.model.decoder.layers[1].fc1.register_forward_hook(lambda module, args, y: 1.01 * y)
     assert ns.locate(model).suspects[0].site.module.startswith("model.decoder.layers.1.")
