@@ -48,3 +48,11 @@ def test_the_headline_names_what_was_not_judged_and_doubts():
         "; on purpose, or damaged: weight of norm at d: eps is 1 and 1 more"
     )
     assert Coverage().exceptions == ""
+
+
+def test_every_decode_that_an_error_ended():
+    """One that ran, or a model that has no decode, is another matter."""
+    prefill, problem = Phase("prefill", 2, 32), "prefill 1 x 1 tokens + decode 1 x 2 tokens after 1: RuntimeError: no"
+    assert Coverage((prefill,), in_part=(problem,)).never_decoded
+    assert not Coverage((prefill, Phase("decode", 1, 8, 2)), in_part=(problem,)).never_decoded
+    assert not Coverage((prefill,), not_run=("decode: BertModel has no cache",)).never_decoded

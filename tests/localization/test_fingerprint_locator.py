@@ -21,7 +21,7 @@ from noisescope.faults import faulty
 from noisescope.injection import Injection
 from noisescope.localization.fingerprint_locator import fingerprint
 from noisescope.localization.fingerprint_match import Candidate, blind, coherence, cosines, settings, sketch
-from noisescope.localization.inputs import prompt_ids
+from noisescope.localization.prompts import prompt_ids
 from noisescope.probe.inject import inject
 from noisescope.probe.noise import Gaussian
 from noisescope.testing import tiny_model

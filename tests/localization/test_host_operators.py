@@ -249,3 +249,10 @@ def test_what_can_not_be_said_is_unseen():
         recompute("linear", packed, (x,), {}, drawn(4, 4), Rows(8, 0))
     with pytest.raises(Unseen, match="output is"):
         recompute("embedding", nn.Embedding(3, 4), (x,), {}, torch.zeros(2, dtype=torch.long), Rows(8, 0))
+
+
+def test_a_norm_whose_squares_are_beyond_float32_is_not_judged():
+    """A fused kernel may scale first and a plain one not, so both answers are right."""
+    norm, x = nn.RMSNorm(16), drawn(4, 16) * 1e25
+    with pytest.raises(Unseen, match="squares of its input are beyond float32"):
+        recompute("norm", norm, (x,), {}, norm(x).detach(), Rows(64, 0))

@@ -139,3 +139,13 @@ def test_a_cache_may_be_asked_for(model):
     """Relations, which call modules again, run without one all the same."""
     inputs = {"input_ids": torch.arange(3, 19).reshape(2, 8), "use_cache": True}
     assert ns.locate(model, method="relations", inputs=inputs).verdict == "healthy"
+
+
+def test_ids_as_lists(model):
+    """One sequence, or several, as a tokenizer gives them."""
+    (batch, _) = batches_for(model, None, [5, 6, 7], 0)
+    assert batch["input_ids"].tolist() == [[5, 6, 7]]
+    both = batches_for(model, None, [[5, 6, 7], [8, 9]], 0)
+    assert [batch["input_ids"].tolist() for batch in both] == [[[5, 6, 7]], [[8, 9]]]
+    with pytest.raises(InvalidInput, match="a batch must be a dict of the model's arguments, or token ids; got list"):
+        batches_for(model, None, [[5, "six"]], 0)

@@ -336,3 +336,17 @@ def test_exchanged_blocks_are_no_training(folder: Path) -> None:
     report = check_state(subject)
     assert {s.fault_class for s in report.suspects} == {"stale data"}
     assert "holds the numbers of model.layers.2." in report.suspects[0].evidence
+
+
+def test_an_exponent_that_a_bit_flip_made_huge_is_doubtful() -> None:
+    """Without a file nobody knows, but one weight of 1e30 among small ones is named; a large column is none."""
+    model = tiny_model("llama", layers=2)
+    up = weight(model, "mlp.up_proj.weight")
+    up[3, 5] = 1e30
+    report = check_state(ns.wrap(model))
+    assert not report.suspects
+    assert ["has 1 element of up to 1e+30, over 1e+06 times the others" in s.evidence for s in report.doubtful] == [
+        True
+    ]
+    up[:, 5] = 1e30
+    assert not check_state(ns.wrap(model)).doubtful

@@ -223,15 +223,17 @@ def test_a_token_repeated_is_one_row_of_evidence() -> None:
 
 
 def test_a_padded_batch_of_an_eager_float64_model() -> None:
-    """Its mask is -inf in float32, in which softmax computes, so rows that see nothing are NaN: not judged."""
+    """Its mask is -inf in float32, in which softmax computes, so rows that see nothing are NaN: judged in part."""
     model = tiny_model("llama", layers=2).double()
     model.config._attn_implementation = "eager"
     verdict = ns.locate(model, method="audit")
     assert verdict.verdict == "undecided" and not verdict.suspects
-    reasons = [each.reason for each in verdict.coverage.not_judged]
-    assert reasons and all(
-        "left padding" in why and "is NaN or infinite, on the host as well" in why for why in reasons
-    )
+    assert verdict.coverage.multiply_adds.share < 0.95 and verdict.coverage.modules.share == 1
+    assert [each.partition(":")[0] for each in verdict.coverage.in_part] == [
+        "prefill 8 x 15 tokens, left padding",
+        "decode 8 x 2 tokens after 15, left padding",
+    ]
+    assert "of the output is NaN or infinite, on the host as well, in 18 modules" in verdict.coverage.in_part[0]
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")
@@ -262,3 +264,66 @@ def test_fake_quantisation_by_hooks_of_torch() -> None:
     assert ns.locate(model.eval()).verdict == "healthy"
     model.model.decoder.layers[1].fc1.register_forward_hook(lambda module, args, y: 1.01 * y)
     assert ns.locate(model).suspects[0].site.module.startswith("model.decoder.layers.1.")
+
+
+class Refuses(Own):
+    """A model that wants what nobody can make for it, or raises at shapes that it does not know."""
+
+    def __init__(self, refuses: Callable[[Tensor], bool]) -> None:
+        super().__init__()
+        self.refuses = refuses
+
+    def between(self, x: Tensor) -> Tensor:
+        if self.refuses(x):
+            raise ValueError("no kernel for this shape")
+        return x
+
+
+def test_a_model_that_can_not_run_on_what_is_made_for_it() -> None:
+    """That is wrong usage, with the remedy; with inputs of the caller's its own error comes through."""
+    torch.manual_seed(1)
+    model = Refuses(lambda x: x.shape[1] > 20).eval()
+    words = r"Refuses can't run on the inputs made for it \(ValueError: no kernel for this shape\): pass inputs="
+    with pytest.raises(ns.NoisescopeError, match=words):
+        ns.locate(ns.wrap(model))
+    with pytest.raises(ValueError, match="no kernel"):
+        located(model)
+
+
+def test_token_ids_are_passed_by_the_name_that_the_forward_has() -> None:
+    class Named(Recurrent):
+        def forward(self, idx: Tensor) -> Tensor:
+            return super().forward(idx)
+
+    verdict = ns.locate(ns.wrap(made(Named)))
+    assert verdict.verdict == "healthy" and len(verdict.coverage.phases) > 4, verdict.headline
+
+
+def test_code_that_draws_random_numbers_is_not_judged() -> None:
+    """The host draws others, so nothing can be said of the result."""
+
+    class Noisy(Own):
+        def between(self, x: Tensor) -> Tensor:
+            return x + 0.1 * torch.randn(WIDTH, device=x.device)
+
+    verdict = located(made(Noisy))
+    assert "its code draws random numbers, and the host draws others" in {
+        each.reason.rpartition(": ")[2] for each in verdict.coverage.not_judged
+    }
+    assert verdict.verdict == "undecided" or any(s.fault_class == "intermittent" for s in verdict.suspects)
+
+
+def test_a_model_that_fails_in_every_decode_is_not_healthy() -> None:
+    """Prefill alone is not what it is used for; a model without a cache is another matter."""
+    model: Any = tiny_model("llama", layers=2)
+    forward = model.forward
+
+    def without_decode(input_ids: Any = None, **kwargs: Any) -> Any:
+        if input_ids.shape[1] == 1:
+            raise RuntimeError("no kernel for one query")
+        return forward(input_ids=input_ids, **kwargs)
+
+    model.forward = without_decode
+    verdict = ns.locate(model)
+    assert verdict.verdict == "undecided" and not verdict.suspects
+    assert "the model can't decode" in verdict.headline and "no kernel for one query" in verdict.headline

@@ -24,7 +24,7 @@ from noisescope.comparison.safetensors_reader import Numbers
 from noisescope.errors import InvalidInput
 from noisescope.faults.simulator import faulty
 from noisescope.jsonform import Json
-from noisescope.localization.inputs import prompt_ids
+from noisescope.localization.prompts import prompt_ids
 from noisescope.model.forwards import (
     Prompts,
     check_vocabulary,

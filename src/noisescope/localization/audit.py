@@ -54,7 +54,7 @@ from noisescope.localization.tensors import host_memory
 from noisescope.localization.verdict import Verdict
 from noisescope.localization.workloads import Workload, run_workload, within_budget, workloads_for
 from noisescope.model.anatomy import ATTENTION, Unit
-from noisescope.model.forwards import device_of, evaluating
+from noisescope.model.forwards import device_of, evaluating, made_inputs
 from noisescope.model.loading import Subject
 from noisescope.probe.unfused_attention import is_users_own
 from noisescope.probe.watch import watch
@@ -99,7 +99,7 @@ def audit(
     with evaluating(model), torch.no_grad():
         faults = self_test_of(model, seed=seed)
         log = AuditLog(anatomy, rows=rows, seed=seed, device=device_of(model).type)
-        run = AuditRun(model, log, not_run, again=(1 if quick else _AGAIN) + repeat)
+        run = AuditRun(model, log, not_run, again=(1 if quick else _AGAIN) + repeat, made=inputs is None)
         run.log.remarks += _remarks(subject, model, workloads)
         with progress.plan(progress.Phase("shapes", len(workloads)), progress.Phase("judging operators")):
             shapes = within_budget(workloads, budget, not_run)
@@ -129,10 +129,11 @@ def _apart(inputs: Batch) -> Batch:
 class AuditRun:
     """The forwards of one audit."""
 
-    def __init__(self, model: nn.Module, log: AuditLog, not_run: list[str], *, again: int) -> None:
-        self.model, self.log, self.not_run = model, log, not_run
+    def __init__(self, model: nn.Module, log: AuditLog, not_run: list[str], *, again: int, made: bool) -> None:
+        self.model, self.log, self.not_run, self._made = model, log, not_run, made
         anatomy, self._again = log.anatomy, again  # how often the first batch is run once more
         self.phases: list[Phase] = []
+        self._raised: list[str] = []
         self._anatomy = with_whole_modules(model, anatomy)
         attention = (unit.module for unit in anatomy.units if unit.kind == ATTENTION)
         self._attention = frozenset(name for name in attention if not is_users_own(model.get_submodule(name)))
@@ -166,7 +167,7 @@ class AuditRun:
 
     def judged_model(self) -> JudgedModel:
         read = frozenset[str]() if self._twin is None else self._twin.read_directly()
-        return JudgedModel(self.model, self.phases, self.not_run, read)
+        return JudgedModel(self.model, self.phases, self.not_run, self._raised, read)
 
     def base(self, workload: Workload) -> None:
         """Two batches of one shape, the first again after the second, and the second with attention decomposed."""
@@ -196,6 +197,7 @@ class AuditRun:
             if workload.required:
                 raise
             problem = f"{workload}: {type(error).__name__}: {str(error)[:80]}"
+            self._raised += [problem] * (not isinstance(error, NotImplementedError))  # what a class leaves out
         if done:
             self.phases.append(workload.phase)
         if len(done) > 1:
@@ -346,7 +348,8 @@ class AuditRun:
         def where(unit: Unit, operator: str) -> bool:
             return operator != FUSED or unit.module not in opened
 
-        with watch(self.model, tree.end, where, before=tree.begin, anatomy=self._anatomy), ChoiceCalls(tree):
+        observed = watch(self.model, tree.end, where, before=tree.begin, anatomy=self._anatomy)
+        with made_inputs(self.model, made=base and self._made), observed, ChoiceCalls(tree):
             output = self.model(**inputs)
         if self._twin is not None and not self._twin.fits(self.model):
             self._copy_model()

@@ -31,9 +31,9 @@ from noisescope.localization.host_copies import tensors_in
 from noisescope.localization.host_operators import Unseen, recompute
 from noisescope.localization.host_products import Recomputed, Rows
 from noisescope.localization.judge import Judgement, judge, judge_elements
-from noisescope.localization.resolution import MOST, ResolutionTable, not_finite, too_coarse
+from noisescope.localization.resolution import MOST, ResolutionTable, too_coarse
 from noisescope.localization.tensors import differing, on_host
-from noisescope.localization.twin_comparison import Comparison, Difference, OtherArguments
+from noisescope.localization.twin_comparison import OTHER_SHAPE, Comparison, Difference, OtherArguments
 from noisescope.model.anatomy import Anatomy
 from noisescope.sites import Site
 
@@ -105,7 +105,9 @@ class AuditLog:
             self.judged.add(node)
             return True
         try:
-            found = recompute(node.operator, node.callee, node.args, node.kwargs, node.output, self.rows)
+            found = recompute(
+                node.operator, node.callee, node.args, node.kwargs, node.output, self.rows, autocast=node.autocast
+            )
         except Unseen as reason:
             self.judged.unknown(node, str(reason))
             return False
@@ -129,10 +131,10 @@ class AuditLog:
         all_finite = bool(recomputed.reference.values.isfinite().all())
         for each in calls or (node,):
             lost = 0.0 if all_finite else 1 - float(each.output.isfinite().double().mean())
-            if judged and lost <= MOST:
-                self.judged.add(each)
+            if judged:
+                self.judged.add(each, not_finite=lost if lost > MOST else 0.0)
             else:
-                self.judged.unknown(each, too_coarse(bound) if lost <= MOST else not_finite(lost))
+                self.judged.unknown(each, too_coarse(bound))
 
     def code(self, node: Node, found: Comparison) -> None:
         """Record the result of running a module's code on the host."""
@@ -166,9 +168,11 @@ class AuditLog:
 
         False if that is unknown.
         """
-        node, words = call.node, ", ".join(call.words)
+        node, words = call.node, ", ".join(dict.fromkeys(call.words))
         try:
-            found = recompute(node.operator, node.callee, call.args, call.kwargs, node.output, self.rows)
+            found = recompute(
+                node.operator, node.callee, call.args, call.kwargs, node.output, self.rows, autocast=node.autocast
+            )
         except Exception:  # no formula, or arguments that do not fit this output: then it stays open
             return False
         if found.y.shape != found.reference.values.shape:
@@ -176,7 +180,8 @@ class AuditLog:
         masked = any(word in words for word in ("mask", "causal"))
         hint = Pattern("mask", 0.9, f"attention is called with another mask: {words}") if masked else None
         made = f"output of {node.module} from what {call.caller} calls it with ({words})"
-        self._judge(node.site("output"), found, node.order, node=node, about=About(made, hint, can_be_stale=False))
+        site = node.site("input" if all(word.startswith(OTHER_SHAPE) for word in call.words) else "output")
+        self._judge(site, found, node.order, node=node, about=About(made, hint, can_be_stale=False))
         return True
 
     def passed_through_hooks(self, root: Node, inputs: dict[str, Any], output: Any) -> None:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
 from noisescope.errors import NothingInjected
 from noisescope.localization.audit_log import Alarm, AuditLog, DetectionLimit
-from noisescope.localization.call_tree import with_whole_modules
+from noisescope.localization.call_tree import Judged, with_whole_modules
 from noisescope.localization.coverage import Cell, Coverage, NotJudged, Phase, Share
 from noisescope.localization.data_flow import Origin
+from noisescope.localization.resolution import percent_of
 from noisescope.localization.roundoff_floors import operand_bits
 from noisescope.localization.verdict import Suspect, Verdict, ranked
 from noisescope.model.anatomy import Anatomy
@@ -38,6 +39,7 @@ class JudgedModel:
     model: nn.Module
     phases: Sequence[Phase]
     not_run: Sequence[str]
+    raised: Sequence[str]  # of these, what an error of the model ended
     read_directly: frozenset[str]  # modules that are not called: others read their parameters
 
 
@@ -48,7 +50,7 @@ def conclude(log: AuditLog, judged: JudgedModel | None = None) -> Verdict:
     suspects = ranked(in_all_layers(tuple(suspects_of(log)), judged_sites(log), log.anatomy))
     unseen = tuple(dict.fromkeys(site for sites in log.unseen.values() for site in sites))
     coverage = Coverage() if judged is None else _coverage(log, judged)
-    decided = not unseen and (judged is None or coverage.enough)
+    decided = not unseen and (judged is None or (coverage.enough and not coverage.never_decoded))
     verdict = "faulty" if suspects else "healthy" if decided else "undecided"
     visible = {operator: limit.to_dict() for operator, limit in _healthy_limits(log).items()}
     notes = tuple(_notes(log))
@@ -70,7 +72,7 @@ def _coverage(log: AuditLog, judged: JudgedModel) -> Coverage:
     names = [name for name in dict.fromkeys(unit.module for unit in whole.units) if name in modules]
     own = {name: [p for p in modules[name]._parameters.values() if p is not None] for name in names}
     found = log.judged
-    called = found.modules | found.reasons.keys() | judged.read_directly
+    called = found.called | judged.read_directly
     reasons = {name: found.reason(name) for name in names if found.reason(name)}
     judged_weights = {id(p) for name in names if name in called and name not in reasons for p in own[name]}
     for name in names:  # weights that another module shares and uses are not left out
@@ -84,12 +86,21 @@ def _coverage(log: AuditLog, judged: JudgedModel) -> Coverage:
         modules=Share(len(ran) - len(reasons), len(ran)),
         parameters=Share(sum(n for p, n in weights.items() if p in judged_weights), sum(weights.values())),
         multiply_adds=Share(
-            sum(found.work[key] for key, done in found.calls.items() if done), sum(found.work.values())
+            sum(found.work[key] * share for key, share in found.calls.items()), sum(found.work.values())
         ),
         not_judged=not_judged(reasons, modules),
+        in_part=(*dict.fromkeys(judged.raised), *_with_nan(found, reasons)),
         cells=tuple(cells_of(log)),
         resolution=log.resolution.rows(),
     )
+
+
+def _with_nan(found: Judged, reasons: Collection[str]) -> Iterator[str]:
+    for phase, shares in found.not_finite.items():
+        here = [share for name, share in shares.items() if name not in reasons]
+        if here:
+            words = f"NaN or infinite, on the host as well, in {len(here)} module{'s' * (len(here) > 1)}"
+            yield f"{phase}: up to {percent_of(max(here))} of the output is {words}"
 
 
 def not_judged(reasons: Mapping[str, str], modules: Mapping[str, nn.Module]) -> tuple[NotJudged, ...]:
@@ -103,7 +114,7 @@ def not_judged(reasons: Mapping[str, str], modules: Mapping[str, nn.Module]) -> 
 def cells_of(log: AuditLog) -> Iterator[Cell]:
     sites: dict[Site, bool] = {}
     for (site, _), judged in log.judged.calls.items():
-        sites[site] = judged and sites.get(site, True)
+        sites[site] = judged > 0 and sites.get(site, True)
     found = {(site.place, site.operator) for site in sites}
     for place, operator in sorted(found, key=lambda key: (place_order(key[0]), key[1])):
         here = [judged for site, judged in sites.items() if (site.place, site.operator) == (place, operator)]

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from noisescope.localization.exact_functions import CHOICES
 from noisescope.localization.host_copies import HostStates, copied, tensors_in
+from noisescope.localization.resolution import percent_of
 from noisescope.localization.tensors import bits_of, on_host
 from noisescope.model.anatomy import ATTENTION, EXPERTS, MODULE, ROTARY, ROUTER, Anatomy, Unit
 from noisescope.probe.functions import inside_vmap
@@ -55,10 +56,16 @@ class Node:
     number: int = 0  # of the forward in its audit
     changed: dict[str, Tensor] = field(default_factory=dict)  # arguments that the call has written to, as they are then
     passed: dict[str, str] = field(default_factory=dict)  # outputs that are arguments themselves, and which
+    autocast: bool = False  # whether it was on when the call began
 
     @property
     def is_module(self) -> bool:
         return isinstance(self.callee, nn.Module)
+
+    @property
+    def autocast_inside(self) -> bool:
+        """Whether it was on in the call's code. It casts by kind of device, so the host's code may not cast alike."""
+        return self.autocast or any(child.autocast for child in self.children)
 
     @property
     def module(self) -> str:
@@ -108,7 +115,7 @@ class CallTree:
             main = next((x for _, x in tensors_in((args, kwargs)) if x.dim() > 1), None)
             self._shape = None if main is None else (main.shape[0], main.shape[1])
         node.occurrence, node.phase, node.shape = call.occurrence, self._phase, self._shape
-        node.number = self._number
+        node.number, node.autocast = self._number, _autocast(call)
         if parent is not None:
             parent.children.append(node)
         self._open.append(node)
@@ -153,6 +160,11 @@ class ChoiceCalls(TorchFunctionMode):
         if getattr(func, "__name__", "") in CHOICES:
             self._tree.chosen(func, args, kwargs or {}, result)
         return result
+
+
+def _autocast(call: RecordedCall) -> bool:
+    kinds = {x.device.type for _, x in tensors_in((call.args, call.kwargs))} - {"meta"}
+    return any(torch.is_autocast_enabled(kind) for kind in kinds)
 
 
 def _version(x: Tensor) -> int:
@@ -219,32 +231,46 @@ class Judged:
     def __init__(self) -> None:
         self.modules: set[str] = set()
         self.reasons: dict[str, dict[str, str]] = {}  # module -> phase -> why a call of it was not judged
-        self.calls: dict[tuple[Site, str], bool] = {}  # site and phase
+        self.not_finite: dict[str, dict[str, float]] = {}  # phase -> module -> share of its output
+        self.calls: dict[tuple[Site, str], float] = {}  # site and phase, and the share of the output
         self.work: dict[tuple[Site, str], float] = {}  # multiply-adds of each
 
-    def add(self, node: Node) -> None:
-        if node.is_module:
+    def add(self, node: Node, *, not_finite: float = 0.0) -> None:
+        """Count a call of which all but a share of the output was checked, where the host has NaN or infinity too."""
+        if not_finite and node.is_module:
+            self.not_finite.setdefault(node.phase, {})[node.module] = not_finite
+        elif node.is_module:
             self.modules.add(node.module)
             if node.phase in self.reasons.get(node.module, {}):  # no formula, but its code could be run
                 del self.reasons[node.module][node.phase]
-        self._count(node, judged=True)
+        self._count(node, 1 - not_finite)
 
     def unknown(self, node: Node, reason: str) -> None:
         if node.is_module:
             self.reasons.setdefault(node.module, {})[node.phase] = reason
-        self._count(node, judged=False)
+        self._count(node, 0.0)
+
+    @property
+    def called(self) -> set[str]:
+        return self.modules.union(self.reasons, *self.not_finite.values())
 
     def reason(self, module: str) -> str:
-        """Why a module was not checked, or not in every phase; "" if it was."""
+        """Why a module was not checked, or not in every phase; "" if it was, be it with NaN in some phases."""
         found = self.reasons.get(module)
+        if not found and module not in self.modules:
+            found = {
+                phase: f"{percent_of(shares[module])} of its output is NaN or infinite, on the host as well"
+                for phase, shares in self.not_finite.items()
+                if module in shares
+            }
         if not found:
             return ""
         phase, why = next(iter(found.items()))
         return why if module not in self.modules else f"in {phase}: {why}"
 
-    def _count(self, node: Node, *, judged: bool) -> None:
+    def _count(self, node: Node, share: float) -> None:
         key = (node.site("output"), node.phase)
-        self.calls[key] = judged
+        self.calls[key] = share
         self.work[key] = multiply_adds(node)
 
 

@@ -5,9 +5,11 @@ Narrow patterns are tried first: a value stuck at a limit is also a spike, and e
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from noisescope.localization.error_pattern import Evidence, Pattern, aligned_block, input_pattern
 from noisescope.localization.function_pattern import PRODUCTS, attention_pattern, function_pattern, remaining
@@ -15,6 +17,7 @@ from noisescope.localization.row_pattern import ATTENTION_OPERATORS, Region, fin
 
 _MOST = 0.95  # of the wrong elements that a pattern must explain
 _DEAD_SHARE = 0.01  # of the largest value: the smallest dead zone
+_NEAREST = 0.51  # units in the last place of a number that was rounded once, at the end
 _SPARSE = 0.05  # wrong elements in a channel, at most, for spikes
 _EVERYWHERE = ("accumulation", "function table", "truncation", "rounding mode")  # by chance beyond tolerance in a row
 _TAIL = 0.5  # of the channels, at most, that are a tail
@@ -149,12 +152,13 @@ def _stuck_bit(e: Evidence) -> Pattern | None:
 
 
 def _short(e: Evidence, run: int) -> Pattern:
-    """A short mantissa: truncated at the end (toward zero), or kept short during summation (to nearest, and more)."""
+    """A short mantissa: cut at the end (toward zero or to nearest), or kept short in every addition (further off)."""
     inside = e.columns & e.fits & (e.values != 0)
     error = (e.error * e.values.sign() / e.form.ulp(e.values))[inside] / 2**run
     text = f"the lowest {run} bits of the mantissa are always 0"
     toward_zero = float(error.clamp(-1.5, 1.5).mean()) < -0.25
-    if e.operator in (*PRODUCTS, "attention") and not toward_zero:
+    at_the_end = float((error.abs() <= _NEAREST).double().mean()) > _MOST
+    if e.operator in (*PRODUCTS, "attention") and not toward_zero and not at_the_end:
         return Pattern("accumulation", 0.8, f"{text}, and the errors match sums accumulated in that many bits")
     return Pattern("truncation", 0.9, text)
 
@@ -246,14 +250,19 @@ def _by_channel(e: Evidence) -> Pattern | None:
     inside = torch.where(e.columns & e.fits, e.values, 0.0)
     if len(e.y) < _FEWEST_ROWS or float((inside - inside.mean(0)).square().mean()) < (_VARIES * e.scale) ** 2:
         return None  # of rows that are alike all errors are constant
-    weight, fits = e.weights(), []
-    for direction in (torch.ones_like(e.values), e.values):
-        along = torch.where(weight > 0, direction, 0.0)
-        size = (e.error * along * weight).sum(0) / (along.square() * weight).sum(0).clamp_min(1e-300)
-        fits.append(along * size)
-    offset, factor = (float(((e.error - fit).square() * weight).sum()) for fit in fits)
-    if not e.explains(fits[0] if offset < factor else fits[1]):
-        return None
+    rows, every = torch.arange(len(e.y)), (0, e.y.shape[1])
+    known, other = (dataclasses.replace(e.part(half, every), concerned=e.concerned) for half in (rows[::2], rows[1::2]))
+    weight = known.weights()
+
+    def fitted(here: Tensor, there: Tensor) -> Tensor:
+        along = torch.where(weight > 0, here, 0.0)
+        size = (known.error * along * weight).sum(0) / (along.square() * weight).sum(0).clamp_min(1e-300)
+        return there * size
+
+    fits = [fitted(torch.ones_like(known.values), torch.ones_like(other.values)), fitted(known.values, other.values)]
+    offset, factor = (float(((other.error - fit).square() * other.weights()).sum()) for fit in fits)
+    if not other.explains(fits[0] if offset < factor else fits[1]):
+        return None  # small numbers weigh most: what fits a few of them must fit other rows too
     if offset < factor:
         return Pattern("bias", 0.8, "each channel is off by its own constant, as by a lost bias")
     return Pattern("gain", 0.8, "each channel is multiplied by its own factor")

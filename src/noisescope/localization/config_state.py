@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from noisescope.localization.state_fault import ADAPTED, Compared, StateFault
 from noisescope.localization.weight_difference import same_bits
+from noisescope.model.forwards import embeddings_of
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 _CHANGING = ("dynamic", "longrope")  # rotary frequencies that follow the length of the text
@@ -256,16 +257,16 @@ def _functions_for_modules(path: str, module: nn.Module, other: nn.Module) -> It
 
 def _untied(model: Any, fresh: Any) -> Iterator[StateFault]:
     """An output embedding that the class ties to the input embedding but that holds different numbers."""
-    made = [getattr(each, "weight", None) for each in (fresh.get_input_embeddings(), fresh.get_output_embeddings())]
+    made = [getattr(each, "weight", None) for each in embeddings_of(fresh)]
     if made[0] is None or made[0] is not made[1]:
         return
-    weights = [getattr(each, "weight", None) for each in (model.get_input_embeddings(), model.get_output_embeddings())]
+    weights = [getattr(each, "weight", None) for each in embeddings_of(model)]
     plain = [w for w in weights if type(w) is nn.Parameter and w.device.type != "meta"]
     if len(plain) < 2 or plain[0] is plain[1] or plain[0].shape != plain[1].shape or plain[0].dtype != plain[1].dtype:
         return
     first, last = (w.detach().cpu() for w in plain)
     if not same_bits(first, last):
-        path = next(name for name, module in model.named_modules() if module is model.get_output_embeddings())
+        path = next(name for name, module in model.named_modules() if module is embeddings_of(model)[1])
         rows = tuple((first != last).any(-1).nonzero().flatten().tolist())
         words = f"the config ties its weight to the input embedding, but {len(rows)} of its {len(first)} rows differ"
         yield StateFault(path, words, "stale data", channels=rows[:64])

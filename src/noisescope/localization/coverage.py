@@ -105,6 +105,7 @@ class Coverage:
 
     phases: tuple[Phase, ...] = ()
     not_run: tuple[str, ...] = ()  # phases and shapes, with the reason
+    in_part: tuple[str, ...] = ()  # those that an error of the model ended, or that have NaN on the host as well
     modules: Share = Share(0, 0)
     parameters: Share = Share(0, 0)
     multiply_adds: Share = Share(0, 0)
@@ -133,6 +134,13 @@ class Coverage:
         return self.smallest_share >= ENOUGH
 
     @property
+    def never_decoded(self) -> bool:
+        """Whether the model's own errors ended every decode."""
+        return not any(phase.kind == "decode" for phase in self.phases) and any(
+            "decode" in each for each in self.in_part
+        )
+
+    @property
     def excluded_rate(self) -> float:
         """Intermittent faults that hit a larger share of forwards than this are excluded with 95 % confidence."""
         forwards = sum(phase.steps for phase in self.phases if phase.kind != BACKWARD) + self.repeated - 1
@@ -148,6 +156,7 @@ class Coverage:
         """For the end of a headline: modules not judged, or checked against their own code only, and doubts."""
         named = {
             "not judged": tuple(map(str, self.not_judged)),
+            "not in full": self.in_part,
             "not of the config's class, checked against its own code only": self.own_code,
             "on purpose, or damaged": self.doubtful,
         }
@@ -173,6 +182,7 @@ class Coverage:
         return {
             "phases": [str(phase) for phase in self.phases],
             "not_run": list(self.not_run),
+            "in_part": list(self.in_part),
             "modules": self.modules.share,
             "parameters": self.parameters.share,
             "multiply_adds": self.multiply_adds.share,

@@ -72,7 +72,7 @@ def about_difference(found: Difference) -> About:
         hint = Pattern("position", 1.0, "the positions differ from those the code counts")
     elif not found.got.is_floating_point():
         hint = Pattern("unknown", 1.0, "the indices differ from those the code selects")
-    elif found.limit is not None and _was_shortened(found):
+    elif _was_shortened(found):
         name = str(found.got.dtype).removeprefix("torch.")
         hint = Pattern("truncation", 0.8, f"it arrives as {name}, which the code does not cast it to")
     elif what in ("keys", "queries") and _rotated(found):

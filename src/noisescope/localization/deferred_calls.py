@@ -65,7 +65,9 @@ class Deferred:
             return Computed()
         whole = stacked(self.nodes)
         try:
-            found = recompute(whole.operator, whole.callee, whole.args, whole.kwargs, whole.output, rows)
+            found = recompute(
+                whole.operator, whole.callee, whole.args, whole.kwargs, whole.output, rows, autocast=whole.autocast
+            )
         except Unseen as reason:
             return Computed(unseen=str(reason))
         parts, first = [], 0

@@ -32,9 +32,14 @@ sqrt eq ne lt le gt ge __eq__ __ne__ __lt__ __le__ __gt__ __ge__ equal logical_a
 bitwise_and bitwise_or bitwise_not __and__ __or__ __invert__ __xor__ any all isfinite isnan isinf nan_to_num bincount
 histc unique searchsorted bucketize count_nonzero leaky_relu hardtanh relu6 threshold
 """
+_RANDOM = """
+rand randn randint randperm rand_like randn_like randint_like normal normal_ uniform_ random_ bernoulli bernoulli_
+multinomial exponential_ poisson cauchy_ geometric_ log_normal_
+"""
 _WITH_NUMBERS = frozenset({"add", "sub", "mul", "multiply", "subtract"})
 _ROUNDED = _WITH_NUMBERS | {"to", "type", "type_as", "half", "bfloat16"}
 _SINGLE_NAMES = frozenset(_SINGLE.split())
+_RANDOM_NAMES = frozenset(_RANDOM.split())
 _EXACT = frozenset(_SHAPES.split()) | _SINGLE_NAMES
 
 
@@ -56,6 +61,10 @@ def is_exact(function: Any, args: tuple[Any, ...]) -> bool:
     if numbers and "div" in name:
         return all(math.frexp(number)[0] in (0.5, -0.5) for number in numbers)
     return not (numbers and short and name.strip("_").lstrip("ri") in _WITH_NUMBERS) or all(map(_in_few_bits, numbers))
+
+
+def is_random(function: Any) -> bool:
+    return getattr(function, "__name__", "") in _RANDOM_NAMES
 
 
 def rounds_once(function: Any) -> bool:

@@ -43,7 +43,8 @@ from noisescope.localization.fingerprint_match import (
     settings,
     sketch,
 )
-from noisescope.localization.inputs import chosen_layers, parts_of, recorded
+from noisescope.localization.inputs import parts_of, recorded
+from noisescope.localization.prompts import chosen_layers
 from noisescope.localization.verdict import Suspect, Verdict, ranked
 from noisescope.model.anatomy import Anatomy
 from noisescope.model.forwards import Prompts

@@ -29,7 +29,7 @@ from torch import nn
 from noisescope.errors import InvalidInput, unknown
 from noisescope.faults import FAMILIES, Fault, faulty
 from noisescope.injection import Injection
-from noisescope.localization.inputs import last_logits
+from noisescope.localization.prompts import last_logits
 from noisescope.model.anatomy import Anatomy
 from noisescope.model.forwards import Prompts
 from noisescope.probe.inject import inject

@@ -324,6 +324,7 @@ def copied_modules(model: nn.Module) -> dict[str, nn.Module]:
         attributes = vars(module)
         memo |= {id(attributes[name]): _torchs_own(name, attributes[name]) for name in _HOOKS if name in attributes}
         memo |= {id(attributes[name]): None for name in _OWN_FORWARDS if name in attributes}
+        memo |= {id(x): copied(x) for x in attributes.values() if isinstance(x, Tensor)}
     try:
         twin = copy.deepcopy(model, dict(memo))
     except Exception:  # of a lock, a file, a handle: code that uses one can't be run on the host, other code can
@@ -335,9 +336,6 @@ def copied_modules(model: nn.Module) -> dict[str, nn.Module]:
         give_code_from_disk(module, _without_call_wrapper(type(module)))
         own: dict[str, Any] = module.__dict__
         own["_parameters"] = HostParameters(own["_parameters"])
-        for name, value in own.items():
-            if isinstance(value, Tensor) and value.device.type != "cpu":
-                own[name] = value.detach().to("cpu")
     return {name: found[name] for name in names}
 
 

@@ -25,6 +25,7 @@ from noisescope.localization.formula_recognition import (
     run_on_host,
 )
 from noisescope.localization.host_products import Recomputed, Rows, as_multiplied
+from noisescope.localization.result_dtypes import as_coded
 from noisescope.localization.roundoff_floors import (
     WORK_ROUNDOFF,
     Reference,
@@ -64,9 +65,19 @@ def host_arithmetic() -> Iterator[None]:
 
 
 def recompute(
-    operator: str, callee: Any, args: tuple[Any, ...], kwargs: dict[str, Any], y: Tensor, rows: Rows
+    operator: str,
+    callee: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    y: Tensor,
+    rows: Rows,
+    *,
+    autocast: bool = True,
 ) -> Recomputed:
-    """What a call returned and what it should have returned. Raises Unseen if that is unknown."""
+    """What a call returned and what it should have returned. Raises Unseen if that is unknown.
+
+    Without `autocast` a result of a shorter dtype than the code's own is judged as one of the code's.
+    """
     if not isinstance(y, Tensor) or not y.is_floating_point() or y.dtype.itemsize < 2:
         raise Unseen(f"its output is {getattr(y, 'dtype', type(y).__name__)}")
     if y.numel() == 0:
@@ -80,7 +91,7 @@ def recompute(
         again = _FUNCTIONS.get(callee) or _FUNCTIONS_BY_OPERATOR.get(operator)
     if again is None:
         raise Unseen(f"noisescope has no formula for {name}")
-    return again(callee, args, kwargs, y, rows)
+    return again(callee, args, kwargs, y if autocast else as_coded(callee, args, kwargs, y), rows)
 
 
 def input_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -149,6 +160,9 @@ def _norm(
         raise Unseen("its output shape differs from its input shape")
     out, wide = _pick(x, y)
     out = out.to(narrower(x.dtype, out.dtype))  # under autocast sixteen bits may come out as float32
+    square = wide.square().mean(-1)
+    if bool((square.isfinite() & (square > number_format(torch.float32).largest)).any()):
+        raise Unseen("the squares of its input are beyond float32, in which norms are computed")
     w = None if weight is None else on_host(weight).double()
     b = None if bias is None else on_host(bias).double()
     values, normal = formula.apply(wide, w, b)

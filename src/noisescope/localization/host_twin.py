@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from noisescope.localization.call_tree import Node
-from noisescope.localization.exact_functions import is_exact, rounds_once
+from noisescope.localization.exact_functions import is_exact, is_random, rounds_once
 from noisescope.localization.host_copies import (
     copied_modules,
     each_once,
@@ -46,8 +46,12 @@ from noisescope.localization.twin_comparison import (
     Key,
     OtherArguments,
     OtherValue,
+    alike,
     difference,
+    is_shortened,
+    other_dtype,
     other_forms,
+    place_of,
     use_callers_arguments,
 )
 from noisescope.model.forwards import device_of
@@ -113,6 +117,8 @@ class HostTwin:
         recorded = dict(_recorded(node))
         first = self._run(twin, node, (node.args, node.kwargs), recorded=recorded)
         result.compared, result.problem, result.exact = first.compared, first.problem, not first.was_inexact
+        if first.is_random:
+            return result
         different = {key: (recorded[key], seen) for key, seen in first.seen.items() if key in recorded}
         for at, words in other_forms(node, first.forms, first.asked, different).items():
             if at in first.asked:
@@ -121,8 +127,7 @@ class HostTwin:
                 )
                 different = {key: value for key, value in different.items() if key[0] != at}
             else:
-                child, tensor = (node, "output") if at < 0 else (node.children[at], "input")
-                result.others += [OtherValue(child, tensor, one) for one in words]
+                result.others += [OtherValue(*place_of(node, at), one) for one in words]
         limits: dict[Key, Tensor] = {}
         if not first.was_inexact and not first.problem:
             self._exact.add(kind)
@@ -140,8 +145,10 @@ class HostTwin:
             limit = limits.get(key) if key in first.inexact else None
             if limit is not None and got.is_floating_point() and got.shape == expected.shape:
                 result.bound = max(result.bound, mean_bound(limit, expected))
-            if limit is None or _beyond(got, expected, limit):
+            if not same_numbers(*alike(got, expected)) and (limit is None or _beyond(got, expected, limit)):
                 result.differences.append(difference(node, key, got, expected, limit))
+            elif is_shortened(node, got, expected):
+                result.others.append(OtherValue(*place_of(node, key[0]), f"its {other_dtype(got, expected)}"))
         return result
 
     def rounded(self, node: Node, count: int) -> list[Tensor]:
@@ -246,7 +253,7 @@ class _Run(TorchFunctionMode):
         self._rounding = rounding
         self.first = rounding is None
         self._taken: set[int] = set()
-        self.was_inexact = False
+        self.was_inexact = self.is_random = False
 
     def next_call(self, fits: Callable[[Node], bool]) -> int | None:
         """The first matching recorded call that was not answered yet."""
@@ -263,7 +270,8 @@ class _Run(TorchFunctionMode):
             for path, tensor in (*real_tensors_in(value), *changed):
                 self.compared += 1
                 recorded = self._recorded.get((at, path))
-                if recorded is not None and same_numbers(*_alike(recorded, tensor.detach())):
+                same = recorded is not None and same_numbers(*alike(recorded, tensor.detach()))
+                if recorded is not None and same and not is_shortened(self.node, recorded, tensor):
                     continue
                 self.seen[at, path] = tensor.detach().clone()
                 if self.was_inexact:
@@ -296,6 +304,8 @@ class _Run(TorchFunctionMode):
             if any(kind not in (Tensor, nn.Parameter) for kind in types):  # a packed weight does it in its own way
                 return self._of_subclass(func, args, kwargs)
             result = func(*args, **kwargs)
+            if is_random(func):
+                self.problem, self.is_random = "its code draws random numbers, and the host draws others", True
             exact = is_exact(func, args)
             once = exact and self._fused and rounds_once(func)
             if (exact and not once) or not _has_fractions((args, kwargs, result)):
@@ -366,11 +376,6 @@ def _recorded(node: Node) -> Iterator[tuple[Key, Tensor]]:
         yield (-1, path), tensor
     for path, tensor in node.changed.items():
         yield (-1, f"changed.{path}"), tensor
-
-
-def _alike(got: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
-    """Both in float64 if their dtypes differ: a copy may have another dtype (autocast, float32 outputs)."""
-    return (got, expected) if got.dtype == expected.dtype else (got.double(), expected.double())
 
 
 def _beyond(got: Tensor, expected: Tensor, limit: Tensor) -> bool:

@@ -7,7 +7,7 @@ import itertools
 import math
 import re
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,9 @@ from noisescope.errors import InvalidInput, unknown
 from noisescope.model.anatomy import Anatomy, dissect
 from noisescope.model.fingerprint import model_fingerprint
 from noisescope.model.forwards import (
-    Prompts,
     check_vocabulary,
     device_of,
     dtype_of,
-    evaluating,
-    last_token_logits,
     safe_vocabulary,
     vocabulary_size,
 )
@@ -42,6 +39,7 @@ NO_TOKENIZER = (
     "Python: pass token ids, or wrap(model, tokenizer)"
 )
 _IDS = ("input_ids", "decoder_input_ids")
+_NAMES_OF_IDS = ("input_ids", "idx", "tokens", "token_ids", "ids")  # the last four in hand-written models
 _OF_SOUND = ("input_features", "input_values")
 _MAIN_INPUTS = ("input_ids", "inputs_embeds", "pixel_values", "src", "x")
 
@@ -183,10 +181,11 @@ def _given(model: nn.Module, tokenizer: Any, inputs: Any) -> list[Batch]:
         inputs = [inputs]
     if not isinstance(inputs, Sequence) or not inputs:
         raise InvalidInput(
-            f"inputs must be a batch (a dict of the model's arguments, or a tensor of token ids), a list of batches, "
-            f"or a "
-            f"list of texts; got {type(inputs).__name__}"
+            "inputs must be a batch (a dict of the model's arguments, or token ids), a list of batches, or a list of "
+            f"texts; got {type(inputs).__name__}"
         )
+    if all(isinstance(item, int) for item in inputs):
+        inputs = [inputs]
     if all(isinstance(item, str) for item in inputs):
         if tokenizer is None:
             raise InvalidInput(f"inputs are texts, but {NO_TOKENIZER}")
@@ -197,13 +196,13 @@ def _given(model: nn.Module, tokenizer: Any, inputs: Any) -> list[Batch]:
 def _batch(model: nn.Module, item: Any) -> Batch:
     if isinstance(item, Mapping):
         return dict(item)
+    if isinstance(item, (list, tuple)) and item and all(isinstance(token, int) for token in item):
+        item = torch.tensor(item, device="cpu")[None]
     if isinstance(item, Tensor):
         given = inspect.signature(model.forward).parameters.values()
         names = [each.name for each in given if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
         return {"input_ids" if "input_ids" in names or not names else names[0]: item}
-    raise InvalidInput(
-        f"a batch must be a dict of the model's arguments or a tensor of token ids, got {type(item).__name__}"
-    )
+    raise InvalidInput(f"a batch must be a dict of the model's arguments, or token ids; got {type(item).__name__}")
 
 
 def _tokens(tokenizer: Any, text: str) -> Tensor:
@@ -217,12 +216,13 @@ def _made(model: nn.Module, tokenizer: Any, seed: int) -> list[Batch]:
     config = getattr(model, "config", None)
     length = min(LENGTH, positions_of(model) or LENGTH)
     known, _, takes_any = arguments_of(model)
-    takes_ids = getattr(model, "main_input_name", "input_ids") not in _OF_SOUND and (takes_any or "input_ids" in known)
+    name = next((name for name in _NAMES_OF_IDS if name in known), "input_ids" if takes_any else "")
+    takes_ids = name and getattr(model, "main_input_name", "input_ids") not in _OF_SOUND
     if takes_ids and safe_vocabulary(model) is not None:
         both = made_ids(model, tokenizer, paragraphs(seed), (2, ROWS, length), seed)
         if getattr(config, "is_encoder_decoder", False):
             return [{"input_ids": ids, "decoder_input_ids": ids.flip(-1)} for ids in both]
-        return [{"input_ids": ids} for ids in both]
+        return [{name: ids} for ids in both]
     drawn = images(model, 2 * ROWS, seed)
     if drawn is not None:
         return [{"pixel_values": drawn[:ROWS]}, {"pixel_values": drawn[ROWS:]}]
@@ -245,7 +245,7 @@ def made_ids(model: nn.Module, tokenizer: Any, texts: Sequence[str], shape: tupl
     vocabulary = safe_vocabulary(model) or 1
     tokens = None if tokenizer is None else _text_tokens(tokenizer, math.prod(shape), texts)
     if tokens is None or int(tokens.max()) >= vocabulary:
-        return _random_ids(vocabulary, shape, seed)
+        return random_ids(vocabulary, shape, seed)
     return tokens.reshape(shape)
 
 
@@ -276,7 +276,7 @@ def _text_tokens(tokenizer: Any, count: int, texts: Sequence[str]) -> Tensor:
     return torch.tensor(found[:count], device="cpu")
 
 
-def _random_ids(vocabulary: int, shape: tuple[int, ...], seed: int) -> Tensor:
+def random_ids(vocabulary: int, shape: tuple[int, ...], seed: int) -> Tensor:
     lowest = min(3, vocabulary - 1)  # the first ids are special tokens as a rule
     generator = torch.Generator("cpu").manual_seed(seed)
     return torch.randint(lowest, vocabulary, shape, generator=generator, device="cpu")
@@ -288,7 +288,8 @@ def _other_data(batch: Batch) -> Batch:
     return batch if name is None else {**batch, name: batch[name].flip(-1)}
 
 
-# -- prompts, for locators that compare logits
+def are_ids(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 2 and value.dtype in (torch.int64, torch.int32)
 
 
 def parts_of(subject: Subject | nn.Module) -> tuple[nn.Module, Any, Anatomy]:
@@ -296,78 +297,6 @@ def parts_of(subject: Subject | nn.Module) -> tuple[nn.Module, Any, Anatomy]:
     if isinstance(subject, Subject):
         return unwrap(subject.model), subject.tokenizer, subject.anatomy
     return unwrap(subject), None, dissect(subject)
-
-
-def chosen_layers(layers: Iterable[int] | None, blocks: int) -> tuple[int, ...]:
-    """The blocks that the caller names, in order; all by default."""
-    chosen = tuple(range(blocks)) if layers is None else tuple(sorted(set(layers)))
-    if not chosen or not 0 <= chosen[0] <= chosen[-1] < blocks:
-        raise InvalidInput(f"layers {list(chosen)} are out of range: the model has blocks 0 to {blocks - 1}")
-    return chosen
-
-
-def last_logits(model: nn.Module, prompts: Prompts) -> tuple[Tensor, int]:
-    """The last token's logits [P, V] on the host in float32 (float64 if the model is), and the number of forwards."""
-    lengths = sorted({len(prompt) for prompt in prompts})
-    found: dict[int, Tensor] = {}
-    with evaluating(model), torch.no_grad():
-        for length in lengths:
-            chosen = [at for at, prompt in enumerate(prompts) if len(prompt) == length]
-            ids = torch.tensor([prompts[at] for at in chosen], device=device_of(model))
-            logits = last_token_logits(model, ids)
-            if logits is None:
-                raise InvalidInput(
-                    f"{type(model).__name__} returned no logits [batch, tokens, vocabulary] for token ids, so it is "
-                    f"not a language model"
-                )
-            last = logits.to("cpu")
-            found.update(zip(chosen, last if last.dtype == torch.float64 else last.float(), strict=True))
-    return torch.stack([found[at] for at in range(len(prompts))]), len(lengths)
-
-
-def prompt_ids(
-    model: nn.Module, tokenizer: Any, prompts: Sequence[Any] | None, *, seed: int, count: int, length: int
-) -> Prompts:
-    """Prompts as token ids: the caller's texts or ids, else built-in text, or seeded ids without a tokenizer."""
-    if prompts is None:
-        vocabulary = vocabulary_size(model)
-        if vocabulary is None:
-            raise InvalidInput(f"{type(model).__name__} takes no token ids, so prompts can't be generated for it")
-        return _built_in(tokenizer, vocabulary, seed, count, length)
-    if isinstance(prompts, (str, Tensor)):
-        prompts = [prompts] if isinstance(prompts, str) or prompts.dim() == 1 else list(prompts)
-    if not isinstance(prompts, Sequence) or not prompts:
-        raise InvalidInput(f"prompts must be a list of texts or of token ids, got {prompts!r:.60}")
-    chosen = tuple(_ids(prompt, tokenizer) for prompt in prompts)
-    check_vocabulary(model, chosen, "a prompt")
-    check_positions(model, max(map(len, chosen)), "a prompt")
-    return chosen
-
-
-def _ids(prompt: Any, tokenizer: Any) -> tuple[int, ...]:
-    if isinstance(prompt, str):
-        if tokenizer is None:
-            raise InvalidInput(f"prompts are texts, but {NO_TOKENIZER}")
-        prompt = tokenizer(prompt, verbose=False)["input_ids"]
-    try:
-        ids = tuple(int(token) for token in prompt)
-    except (TypeError, ValueError):
-        raise InvalidInput(f"a prompt must be a text or a list of token ids, got {prompt!r:.60}") from None
-    if not ids:
-        raise InvalidInput("a prompt has no tokens")
-    return ids
-
-
-def _built_in(tokenizer: Any, vocabulary: int, seed: int, count: int, length: int) -> Prompts:
-    """`count` prompts of one length: the starts of paragraphs, from the one that the seed selects."""
-    if count < 1 or length < 1:
-        raise InvalidInput(f"at least one prompt of one token is needed, got count={count}, length={length}")
-    if tokenizer is not None:
-        long = (ids for ids in (_ids(text, tokenizer) for text in paragraphs(seed)) if len(ids) >= length)
-        found = [ids[:length] for ids in itertools.islice(long, count)]
-        if len(found) == count and max(map(max, found)) < vocabulary:
-            return tuple(found)
-    return tuple(tuple(row) for row in _random_ids(vocabulary, (count, length), seed).tolist())
 
 
 # -- records of other devices

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from noisescope import progress
-from noisescope.errors import UnsupportedModel
+from noisescope.errors import InvalidInput, UnsupportedModel
 from noisescope.localization.coverage import Coverage
 from noisescope.localization.verdict import Verdict
 from noisescope.model.loading import Subject
@@ -88,8 +88,9 @@ def locate(subject: Subject | nn.Module, options: LocateOptions) -> Verdict:
             quick=options.quick,
             seed=seed,
         )
-    except (RuntimeError, IndexError, TypeError, AttributeError) as error:
-        if state is None or not state.suspects:
+    except (InvalidInput, RuntimeError, IndexError, TypeError, AttributeError) as error:
+        wrong_inputs = isinstance(error, InvalidInput) and inputs is not None
+        if state is None or not state.suspects or wrong_inputs:
             raise
         reason = f"the model can't run ({type(error).__name__}: {str(error).partition(chr(10))[0][:120]})"
         return with_state(Verdict("undecided", method, coverage=Coverage(not_run=(reason,))), state)

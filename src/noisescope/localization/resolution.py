@@ -62,11 +62,6 @@ def too_coarse(bound: float) -> str:
     return f"rounding may explain {percent_of(bound)} of its output, so a smaller fault would not be detected"
 
 
-def not_finite(share: float) -> str:
-    """Why a call is not judged whose NaN and infinity the host has as well."""
-    return f"{percent_of(share)} of its output is NaN or infinite, on the host as well"
-
-
 def in_one_line(rows: Iterable[Resolution]) -> str:
     """The coarsest class, for a terminal; empty if nothing was judged by tolerances."""
     judged = [row for row in rows if row.calls]

@@ -35,7 +35,8 @@ from torch import Tensor, nn
 from noisescope import progress
 from noisescope.errors import InvalidInput, NothingInjected
 from noisescope.injection import Injection
-from noisescope.localization.inputs import chosen_layers, last_logits, parts_of, prompt_ids
+from noisescope.localization.inputs import parts_of
+from noisescope.localization.prompts import chosen_layers, last_logits, prompt_ids
 from noisescope.localization.verdict import Suspect, Verdict, ranked
 from noisescope.model.anatomy import Anatomy
 from noisescope.model.forwards import Prompts

@@ -39,6 +39,7 @@ from noisescope.model.loading import Subject
 from noisescope.sites import FUSED, WHOLE, Site, place_order
 
 _SHOWN = 3
+_FAR, _FEW = 1e6, 8  # times the rms of the others, of at most so many weights: a flipped bit of an exponent
 CHECKPOINT = "tensors with the checkpoint"
 
 
@@ -203,8 +204,14 @@ def _oddities(x: Tensor, owner: nn.Module | None, alike: tuple[str, Tensor] | No
 
 
 def _odd_matrix(x: Tensor, module: nn.Module) -> Iterator[tuple[str, str]]:
-    if not x.any():
+    size = x.abs()
+    largest = float(size.max())
+    others = size[size < largest / _FAR]
+    many = x.numel() - len(others)
+    if not largest:
         yield "is all zero", "dead lane"
+    elif many <= _FEW and 0 < _FAR * float(others.double().square().mean().sqrt()) < largest:
+        yield f"has {many} element{'s' * (many > 1)} of up to {largest:.3g}, over {_FAR:g} times the others", "spike"
     elif x.dim() == 2 and x.shape[1] > 1 and not isinstance(module, nn.Embedding):
         constant = int((x == x[:, :1]).all(1).sum())
         if constant:

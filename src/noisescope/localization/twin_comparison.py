@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from noisescope.localization.call_tree import Node
+from noisescope.localization.call_tree import CHOICE, Node
 from noisescope.localization.host_copies import plain_values, tensors_in
+from noisescope.localization.result_dtypes import is_shorter
 
 _COLLECTED = ("hidden_states.", "attentions.")  # outputs that transformers collects by hooks, around a class's code
+OTHER_SHAPE = "a shape is"
 Key = tuple[int, str]  # a call inside a module (-1: the module's own output), and the path of a tensor in it
 
 
@@ -71,7 +73,7 @@ def other_forms(
     functions: Container[int],
     different: Mapping[Key, tuple[Tensor, Tensor]],
 ) -> dict[int, tuple[str, ...]]:
-    """Of each call, which numbers and flags are not those of the code; of functions, which shapes are not."""
+    """Of each call, which numbers and flags are not those of the code; of functions, shapes and dtypes too."""
     found: dict[int, list[str]] = {}
     for at, expected in forms.items():
         child = node if at < 0 else node.children[at]
@@ -84,8 +86,15 @@ def other_forms(
                 found.setdefault(at, []).append(f"{path.rpartition('.')[2] or 'it'} is {one}, and not {other}")
     for (at, _), (x, y) in different.items():
         if at in functions and x.shape != y.shape:
-            found.setdefault(at, []).append(f"a shape is {list(x.shape)}, and not {list(y.shape)}")
+            found.setdefault(at, []).append(f"{OTHER_SHAPE} {list(x.shape)}, and not {list(y.shape)}")
+        elif at in functions and node.children[at].operator != CHOICE and is_shortened(node, x, y):
+            found.setdefault(at, []).append(f"a {other_dtype(x, y)}")
     return {at: tuple(words) for at, words in found.items()}
+
+
+def is_shortened(node: Node, got: Tensor, expected: Tensor) -> bool:
+    """Whether a tensor in a module's code has a shorter dtype on the device, and not because of autocast."""
+    return is_shorter(got.dtype, expected.dtype) and not node.autocast_inside
 
 
 def _unlike(got: dict[str, Any], expected: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -112,12 +121,25 @@ def use_callers_arguments(child: Node, args: tuple[Any, ...], kwargs: dict[str, 
         child.kwargs = {**child.kwargs, **{name: kwargs[name] for name in names}}
 
 
+def other_dtype(got: Tensor, expected: Tensor) -> str:
+    return f"dtype is {got.dtype}, and not {expected.dtype}".replace("torch.", "")
+
+
+def alike(got: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
+    """Both in float64 if their dtypes differ: a copy may have another dtype (autocast, float32 outputs)."""
+    return (got, expected) if got.dtype == expected.dtype else (got.double(), expected.double())
+
+
+def place_of(node: Node, at: int) -> tuple[Node, str]:
+    """Whose tensor it is that the code of a module gives its call number `at`, or returns (-1)."""
+    return (node, "output") if at < 0 else (node.children[at], "input")
+
+
 def difference(node: Node, key: Key, got: Tensor, expected: Tensor, limit: Tensor | None) -> Difference:
     at, path = key
     earlier = node.children if at < 0 else node.children[:at]
     source = next((child for child in reversed(earlier) if child.is_module and _gave(child, expected)), None)
-    at_node, tensor = (node, "output") if at < 0 else (node.children[at], "input")
-    return Difference(at_node, tensor, path, got, expected, limit, node, earlier[-1] if earlier else None, source)
+    return Difference(*place_of(node, at), path, got, expected, limit, node, earlier[-1] if earlier else None, source)
 
 
 def _gave(child: Node, expected: Tensor) -> bool:

@@ -148,6 +148,8 @@ class Verdict(Tabular):
             return f"possible, but not certain: {self._blamed()}"
         if self.coverage.measured and not self.coverage.enough:
             return f"{self.coverage.shares} could be checked, in {self.coverage.ran}"
+        if self.coverage.never_decoded:
+            return f"the model can't decode: {self.coverage.in_part[0]}"
         return self.notes[0] if self.notes else "the evidence is not sufficient"
 
     def to_dict(self) -> dict[str, Any]:

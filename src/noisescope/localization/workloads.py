@@ -24,6 +24,7 @@ from noisescope.localization.inputs import (
     LENGTH,
     ROWS,
     Batch,
+    are_ids,
     arguments_of,
     batches_for,
     check_positions,
@@ -170,8 +171,9 @@ class _Maker:
         known, listed, _ = arguments_of(inner)
         self.arguments = frozenset((*known, *listed))
         self.not_run: list[str] = []
-        ids = {"input_ids", "decoder_input_ids"}
-        self.takes_ids = all(set(one) <= ids and isinstance(one.get("input_ids"), Tensor) for one in self.base)
+        self.ids = next((name for name in ("input_ids", *self.base[0]) if are_ids(self.base[0].get(name))), "")
+        of_ids = {self.ids, "decoder_input_ids"}
+        self.takes_ids = all(set(one) <= of_ids and are_ids(one.get(self.ids)) for one in self.base)
         self.takes_images = not given and "pixel_values" in self.base[0]
 
     def asked(self, phase: Phase, decode: int) -> Workload:
@@ -265,10 +267,10 @@ class _Maker:
         if self.takes_images:
             return Workload(phase, on_device(self.model, {"pixel_values": images(self.model, phase.batch, number)}))
         ids = self._ids((phase.batch, phase.tokens), number)
-        batch: Batch = {"input_ids": ids}
+        batch: Batch = {self.ids: ids}
         if phase.padding:
             mask = _padded(phase)
-            batch = {"input_ids": ids.where(mask > 0, self._pad()), "attention_mask": mask}
+            batch = {self.ids: ids.where(mask > 0, self._pad()), "attention_mask": mask}
             if phase.padding == "left" and "position_ids" in self.arguments:
                 batch["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)  # as generate() makes them
         if self.two_stacks:
@@ -287,7 +289,7 @@ class _Maker:
             return made_ids(self.model, self.tokenizer, self.texts, shape, seed)
         if not self.given:
             return made_ids(self.model, self.tokenizer, paragraphs(seed), shape, seed)
-        stream = torch.cat([one["input_ids"].to("cpu").flatten() for one in self.base])
+        stream = torch.cat([one[self.ids].to("cpu").flatten() for one in self.base])
         return stream[(torch.arange(shape[0] * shape[1], device="cpu") + 7 * number) % len(stream)].reshape(shape)
 
     def _pad(self) -> int:

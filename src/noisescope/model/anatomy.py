@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from noisescope.errors import InvalidInput, UnsupportedModel
 from noisescope.model.anatomy_as_tables import anatomy_sheet
+from noisescope.model.forwards import embeddings_of
 from noisescope.sites import CACHED, OPERATORS, Place, Site, place_order
 from noisescope.tables import Sheet, Tabular
 
@@ -375,11 +376,8 @@ def _outer_place(name: str, module: nn.Module, head: tuple[set[str], str]) -> Pl
 
 def _head_names(model: nn.Module) -> tuple[set[str], str]:
     """Names of the output embedding, and the prefix of the body in a Hugging Face model."""
-    try:
-        output = model.get_output_embeddings()  # type: ignore[operator]
-    except (AttributeError, NotImplementedError, TypeError):
-        output = None
-    names = {name for name, module in model.named_modules() if output is not None and module is output}
+    output = embeddings_of(model)[1]
+    names = {name for name, module in model.named_modules() if module is output}
     prefix = getattr(model, "base_model_prefix", "")
     body = f"{prefix}." if isinstance(prefix, str) and prefix and hasattr(model, prefix) else ""
     return names, body

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from noisescope.errors import InvalidInput
+from noisescope.errors import InvalidInput, NoisescopeError
 
 Prompts = tuple[tuple[int, ...], ...]  # token ids
 _OF_POSITIONS = re.compile(r"pos|wpe|type|segment")  # in names of tables that take no token ids
@@ -37,6 +37,23 @@ def evaluating(model: nn.Module) -> Iterator[None]:
                 module.training = training
 
 
+@contextmanager
+def made_inputs(model: nn.Module, *, made: bool = True) -> Iterator[None]:
+    """A forward on inputs that were made for the model: what it raises says that it needs others."""
+    try:
+        yield
+    except (NoisescopeError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        if not made:
+            raise
+        words = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:120]}"
+        raise InvalidInput(
+            f"{type(model).__name__} can't run on the inputs made for it ({words}): pass inputs={{...}}, the arguments "
+            "of one forward"
+        ) from error
+
+
 def without_cache(model: nn.Module) -> dict[str, Any]:
     """Arguments of a forward that keeps no key-value cache, which calls made twice would fill twice."""
     wrapper: Any = model
@@ -44,14 +61,23 @@ def without_cache(model: nn.Module) -> dict[str, Any]:
     return {"use_cache": False} if "use_cache" in inspect.signature(inner.forward).parameters else {}
 
 
-def input_device(model: Any) -> torch.device:
+def embeddings_of(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
+    """The input and output embeddings that a transformers model names; a class may refuse to name either."""
+
+    def asked(name: str) -> nn.Module | None:
+        try:
+            found = getattr(model, name)()
+        except (AttributeError, NotImplementedError, TypeError):
+            return None
+        return found if isinstance(found, nn.Module) else None
+
+    return asked("get_input_embeddings"), asked("get_output_embeddings")
+
+
+def input_device(model: nn.Module) -> torch.device:
     """The device for token ids: that of the embedding (with a device map the rest may be elsewhere)."""
-    try:
-        where: torch.device = model.get_input_embeddings().weight.device
-        return where
-    except (AttributeError, NotImplementedError):
-        first: torch.device = next(iter(model.parameters())).device
-        return first
+    weight = getattr(embeddings_of(model)[0], "weight", None)
+    return weight.device if isinstance(weight, Tensor) else next(model.parameters()).device
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -7,7 +7,7 @@ import torch
 
 import noisescope as ns
 from noisescope.errors import InvalidInput
-from noisescope.localization.inputs import last_logits, prompt_ids
+from noisescope.localization.prompts import last_logits, prompt_ids
 from noisescope.testing import tiny_model
 
 
