@@ -8,6 +8,7 @@ gives.
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -193,29 +194,30 @@ def _oddities(x: Tensor, owner: nn.Module | None, alike: tuple[str, Tensor] | No
 
     `owner` is None for biases; `alike` is an earlier weight of the same shape and sum.
     """
-    bad = int((~x.isfinite()).sum())
-    if bad:
+    ends = torch.aminmax(x.reshape(len(x) if x.dim() > 1 else 1, -1), dim=1)  # NaN, if a row has one
+    largest = max(float(ends.max.max()), -float(ends.min.min()))
+    if not math.isfinite(largest):
+        bad = int((~x.isfinite()).sum())
         yield f"holds {bad} of {x.numel()} elements that are NaN or infinite", "unknown", True
         return
-    odd = [] if owner is None else list(_odd_matrix(x, owner))
+    odd = []
+    if owner is not None:
+        has_rows = x.dim() == 2 and x.shape[1] > 1 and not isinstance(owner, nn.Embedding)
+        odd = list(_odd_matrix(x, largest, int((ends.min == ends.max).sum()) if has_rows else 0))
     if not odd and alike is not None and same_bits(x, alike[1].detach().to(x.device)):
         odd = [(f"holds the same numbers as {alike[0]}", "stale data")]
     yield from ((words, kind, False) for words, kind in odd)
 
 
-def _odd_matrix(x: Tensor, module: nn.Module) -> Iterator[tuple[str, str]]:
-    size = x.abs()
-    largest = float(size.max())
-    others = size[size < largest / _FAR]
-    many = x.numel() - len(others)
+def _odd_matrix(x: Tensor, largest: float, constant_rows: int) -> Iterator[tuple[str, str]]:
+    far = x.abs() * _FAR > largest
+    many = int(far.sum())
     if not largest:
         yield "is all zero", "dead lane"
-    elif many <= _FEW and 0 < _FAR * float(others.double().square().mean().sqrt()) < largest:
+    elif many <= _FEW and 0 < _FAR * float(x[~far].double().square().mean().sqrt()) < largest:
         yield f"has {many} element{'s' * (many > 1)} of up to {largest:.3g}, over {_FAR:g} times the others", "spike"
-    elif x.dim() == 2 and x.shape[1] > 1 and not isinstance(module, nn.Embedding):
-        constant = int((x == x[:, :1]).all(1).sum())
-        if constant:
-            yield f"has {constant} of {len(x)} rows in which all elements are equal", "dead lane"
+    elif constant_rows:
+        yield f"has {constant_rows} of {len(x)} rows in which all elements are equal", "dead lane"
 
 
 # -- the report
