@@ -4,8 +4,8 @@
     python benchmarks/recording.py --device cuda        # Qwen2.5-1.5B's shape, bfloat16
 
 Time: four forwards under `record` (sketches, folded, copied and written to disk) over four plain ones, in interleaved
-pairs with a plain/plain arm; the median with a bootstrap interval. Not timed: opening a scope, the model's fingerprint,
-record.json. Weights are random: only time is measured there. Accuracy: the bundled model against itself with small
+pairs with a plain/plain arm; the median with a bootstrap interval. Outputs of a block are read together, as `record`
+does from its second batch on. Not timed: opening a scope, the model's fingerprint, record.json. Weights are random: only time is measured there. Accuracy: the bundled model against itself with small
 noise on every linear, full detail on both sides: each site's relative L2 from sketches against the one from whole
 tensors, and the size of the sketches against that of the tensors.
 """
@@ -29,7 +29,7 @@ import noisescope as ns
 from noisescope.comparison.measures import from_sketches
 from noisescope.comparison.records import Record
 from noisescope.comparison.site_divergence import sketches_of
-from noisescope.runs.device_record_writer import Detail, Recording
+from noisescope.runs.device_record_writer import Detail, Reading, Recording
 
 TARGET = 1.3
 SHAPES = {"cpu": [(4, 128)], "cuda": [(16, 512), (32, 1024)]}  # prompts x tokens
@@ -63,7 +63,7 @@ class Recorded:
             return seconds + host_seconds(writing[-1].result)
 
     def _one(self, number: int, writing: list[Future[Any]], disk: ThreadPoolExecutor) -> float:
-        recording = Recording(self.ids.shape, 0, Detail(), self.folder / str(number))
+        recording = Recording(self.ids.shape, 0, Detail(), self.folder / str(number), Reading.TOGETHER)
 
         def run() -> None:
             tensors = recording.finish(self.model(self.ids).logits[:, -1])

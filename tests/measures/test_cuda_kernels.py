@@ -71,3 +71,17 @@ def test_a_broken_element_breaks_its_sums_only() -> None:
     y[0, 1, 3], y[0, 2, 40] = torch.nan, -torch.inf
     for found, expected in zip(sketches.read(y.cuda(), 0), sketches.read(y, 0), strict=True):
         torch.testing.assert_close(found.cpu(), expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_outputs_are_read_in_one_launch_a_dtype(dtype: torch.dtype) -> None:
+    """Of any width and layout; one of another dtype or another number of tokens is read apart."""
+    draw = torch.Generator().manual_seed(0)
+    outputs = [torch.randn(2, 5, width, generator=draw).to(dtype) for width in (1, 96, 137, 300, 8960, 1536)]
+    outputs += [torch.randn(2, 5, 128, generator=draw).to(dtype)[..., 64:], torch.randn(2, 3, 48, generator=draw)]
+    outputs += [torch.randn(5, 2, 64, generator=draw).to(dtype).transpose(0, 1)]
+    for found, expected in zip(
+        sketches.read_together([y.cuda() for y in outputs], 7), (sketches.read(y, 7) for y in outputs), strict=True
+    ):
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a.cpu(), b, rtol=1e-5, atol=1e-3)

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 import noisescope as ns
 from noisescope.errors import InvalidInput
 from noisescope.measures import sketches
+from noisescope.runs import device_record_writer
 from noisescope.testing import tiny_model
 
 PROMPTS = [list(range(3, 23)), list(range(20, 40)), list(range(5, 25)), list(range(3, 15))]
@@ -91,6 +92,64 @@ def test_files_come_batch_by_batch(subject, tmp_path):
     for count, files in enumerate(seen):
         assert {f"{n:04d}.safetensors" for n in range(count - 1)} <= set(files) and "record.json" not in files
     assert len(seen) == 4 and (tmp_path / "x" / "record.json").exists()
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """How many outputs each launch reads; this device has launches to save."""
+    monkeypatch.setattr(device_record_writer, "_LAUNCHING", ("cpu",))
+    counts = []
+    together = sketches.read_together
+
+    def counting(outputs, first, **how):
+        counts.append(len(outputs))
+        return together(outputs, first, **how)
+
+    monkeypatch.setattr(sketches, "read_together", counting)
+    return counts
+
+
+def stored_in(folder):
+    return {path.name: load_file(path) for path in sorted(folder.glob("*.safetensors"))}
+
+
+def same_files(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[file][name], b[file][name]) for file in a for name in a[file])
+
+
+def test_outputs_of_a_block_are_read_together(subject, tmp_path, reads, monkeypatch):
+    """After the first batch, and with the same result; outputs that wait for it are bounded in bytes."""
+    found = ns.record(subject, output=tmp_path / "together", prompts=PROMPTS)
+    assert sum(reads[-4:]) == len(found.sites)  # three blocks, the first with the embedding, and what follows them
+    monkeypatch.setattr(device_record_writer, "_MOST_UNREAD", 1)
+    reads.clear()
+    ns.record(subject, output=tmp_path / "apart", prompts=PROMPTS)
+    assert max(reads) == 1
+    monkeypatch.setattr(device_record_writer, "_LAUNCHING", ())
+    ns.record(subject, output=tmp_path / "at_once", prompts=PROMPTS)
+    at_once = stored_in(tmp_path / "at_once")
+    assert same_files(stored_in(tmp_path / "together"), at_once) and same_files(stored_in(tmp_path / "apart"), at_once)
+
+
+def test_outputs_that_a_model_overwrites_are_read_at_once(tmp_path, reads, monkeypatch):
+    """As a fused kernel does that rotates queries in place: nobody counts that."""
+    model = tiny_model("llama", layers=3)
+    attention = model.model.layers[1].self_attn
+    project = attention.o_proj.forward
+    queries = []
+    attention.q_proj.register_forward_hook(lambda module, args, y: queries.append(y))
+
+    def overwriting(x):
+        queries.pop().numpy()[...] = 0
+        return project(x)
+
+    attention.o_proj.forward = overwriting
+    subject = ns.wrap(model)
+    ns.record(subject, output=tmp_path / "a", prompts=PROMPTS)
+    assert len(reads) > 60 and reads[-1] <= 1  # the last batch has nothing left to read
+    monkeypatch.setattr(device_record_writer, "_LAUNCHING", ())
+    ns.record(subject, output=tmp_path / "b", prompts=PROMPTS)
+    assert same_files(stored_in(tmp_path / "a"), stored_in(tmp_path / "b"))
 
 
 @contextmanager

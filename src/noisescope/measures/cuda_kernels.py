@@ -1,12 +1,15 @@
 """Scores and sketches on an accelerator, each in one Triton kernel, where the plain engines cost as much as the model.
 
 `compare` is that of divergence.py, which makes some twenty passes over float32 copies: two passes over the logits, and
-nothing else touches memory. `read` is that of sketches.py: each output is read once, its signs come from cache.
+nothing else touches memory. `read` is that of sketches.py for several outputs at once: each is read once, its signs
+come from cache.
 """
 
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -127,27 +130,32 @@ def _read_kernel() -> Any | None:
     except ImportError:
         return None
 
-    @triton.jit(do_not_specialize=["start"])  # type: ignore[untyped-decorator]
+    @triton.jit(do_not_specialize=["rows", "tokens"])  # type: ignore[untyped-decorator]
     def read_kernel(  # type: ignore[no-untyped-def]
-        y_ptr, tape_ptr, sums_ptr, sizes_ptr, tokens, prompt_stride, token_stride, start, step, period,
-        GROUPS: tl.constexpr, PART: tl.constexpr, ROOM: tl.constexpr, BLOCK: tl.constexpr,
+        table_ptr, tape_ptr, sums_ptr, sizes_ptr, rows, tokens, period,
+        FIELDS: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BYTES: tl.constexpr, ROOM: tl.constexpr,
+        BLOCK: tl.constexpr,
     ):  # fmt: skip
-        row = tl.program_id(0).to(tl.int64)  # of one token of one prompt
+        program = tl.program_id(0).to(tl.int64)
+        row = program % rows  # of one token of one prompt
         prompt, token = row // tokens, row % tokens
-        y_row = y_ptr + prompt * prompt_stride + token * token_stride
-        signs = tape_ptr + (start + prompt * step + token * (GROUPS * PART)) % period
+        about = table_ptr + program // rows * FIELDS
+        y_row = tl.load(about).to(tl.pointer_type(DTYPE)) + prompt * tl.load(about + 1) + token * tl.load(about + 2)
+        y_row = tl.multiple_of(y_row, ALIGNED * BYTES)
+        groups, part, before = tl.load(about + 5), tl.multiple_of(tl.load(about + 6), ALIGNED), tl.load(about + 7)
+        signs = tape_ptr + (tl.load(about + 3) + prompt * tl.load(about + 4) + token * (groups * part)) % period
         group = tl.arange(0, ROOM)
         lane = tl.arange(0, BLOCK)
         sums = tl.zeros([ROOM, BLOCK], tl.float32)
         squares = tl.zeros([ROOM, BLOCK], tl.float32)
-        for first in range(0, PART, BLOCK):
-            channel = group[:, None] * PART + (first + lane)[None, :]
-            inside = (group < GROUPS)[:, None] & (first + lane < PART)[None, :]
+        for first in range(0, part, BLOCK):
+            channel = group[:, None] * part + (first + lane)[None, :]
+            inside = (group < groups)[:, None] & (first + lane < part)[None, :]
             y = tl.load(y_row + channel, mask=inside, other=0.0).to(tl.float32)
             sums += y * tl.load(signs + channel, mask=inside, other=0).to(tl.float32)
             squares += y * y
-        tl.store(sums_ptr + row * GROUPS + group, tl.sum(sums, 1), mask=group < GROUPS)
-        tl.store(sizes_ptr + row, tl.sqrt(tl.sum(tl.sum(squares, 1), 0)))
+        tl.store(sums_ptr + before + row * groups + group, tl.sum(sums, 1), mask=group < groups)
+        tl.store(sizes_ptr + program, tl.sqrt(tl.sum(tl.sum(squares, 1), 0)))
 
     return read_kernel
 
@@ -157,24 +165,40 @@ def can_read(y: Tensor) -> bool:
     return y.dtype in _DTYPES and y.stride(-1) == 1 and y.numel() > 0 and _read_kernel() is not None
 
 
-def read(y: Tensor, tape: Tensor, *, start: int, step: int, period: int, groups: int) -> tuple[Tensor, Tensor]:
-    """y [B, T, C] -> signed sums [B, T, G] and sizes [B, T].
+def read(
+    outputs: Sequence[Tensor], tape: Tensor, *, places: Sequence[tuple[int, int]], groups: Sequence[int], period: int
+) -> list[tuple[Tensor, Tensor]]:
+    """Each y [B, T, C] of `outputs` -> signed sums [B, T, G] and sizes [B, T]; all in one launch, so B, T are shared.
 
-    sign(p, t, c) is tape[(start + p step + t C) mod period + c]; two periods, so that no row runs over the end.
+    sign(p, t, c) is tape[(start + p step + t C) mod period + c], (start, step) being its place; the tape has two
+    periods, so that no row runs over the end.
     """
     kernel = _read_kernel()
     assert kernel is not None
-    batch, tokens, width = y.shape
-    part = width // groups
-    block = min(_CHANNELS, _power_of_two(part))
-    sums = torch.empty(batch, tokens, groups, dtype=torch.float32, device=y.device)
-    sizes = torch.empty(batch, tokens, dtype=torch.float32, device=y.device)
-    with nullcontext() if torch.cuda.current_device() == y.device.index else torch.cuda.device(y.device):
-        kernel[(batch * tokens,)](
-            y, tape, sums, sizes, tokens, y.stride(0), y.stride(1), start, step, period,
-            GROUPS=groups, PART=part, ROOM=_power_of_two(groups), BLOCK=block, num_warps=4,
+    (batch, tokens), device = outputs[0].shape[:2], outputs[0].device
+    rows, before, table, size = batch * tokens, 0, [], outputs[0].element_size()
+    aligned = 16 // size  # elements: what all rows and groups start at multiples of, up to 16 bytes
+    for y, place, count in zip(outputs, places, groups, strict=True):
+        part = y.shape[2] // count
+        table.append((y.data_ptr(), y.stride(0), y.stride(1), *place, count, part, before))
+        aligned = math.gcd(aligned, y.data_ptr() // size, y.stride(0), y.stride(1), part)
+        before += rows * count
+    sums = torch.empty(before, dtype=torch.float32, device=device)
+    sizes = torch.empty(len(outputs), batch, tokens, dtype=torch.float32, device=device)
+    with nullcontext() if torch.cuda.current_device() == device.index else torch.cuda.device(device):
+        kernel[(len(outputs) * rows,)](
+            torch.tensor(table, device="cpu").to(device, non_blocking=True), tape, sums, sizes, rows, tokens, period,
+            FIELDS=len(table[0]), DTYPE=_triton_dtype(outputs[0].dtype), ALIGNED=aligned, BYTES=size,
+            ROOM=_power_of_two(max(groups)), BLOCK=_CHANNELS, num_warps=4,
         )  # fmt: skip
-    return sums, sizes
+    each = torch.split(sums, [rows * count for count in groups])
+    return [(x.view(batch, tokens, -1), norms) for x, norms in zip(each, sizes.unbind(0), strict=True)]
+
+
+def _triton_dtype(dtype: torch.dtype) -> Any:
+    import triton.language as tl
+
+    return {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}[dtype]
 
 
 def _power_of_two(size: int) -> int:

@@ -24,11 +24,13 @@ involved, since generators differ between devices and releases; a record holds S
 from __future__ import annotations
 
 import functools
+from collections.abc import Hashable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from noisescope.measures import cuda_kernels
 from noisescope.probe.draws import mix64
 
 SEED = 0
@@ -77,14 +79,29 @@ def _signs_at(shape: torch.Size, first: int, seed: int, device: torch.device, dt
 
 def read(y: Tensor, first: int, *, seed: int = SEED) -> tuple[Tensor, Tensor]:
     """y [B, T, C] of prompts from `first` on -> signed sums of neighbouring channels [B, T, G], and |y| [B, T]."""
-    groups = _groups(y.shape[2])
-    if y.device.type == "cuda":
-        from noisescope.measures import cuda_kernels
+    return read_together([y], first, seed=seed)[0]
 
-        if cuda_kernels.can_read(y):
-            tape, (start, step) = _tape(seed, 2, y.device, torch.int8), _place(y.shape, first)
-            return cuda_kernels.read(y, tape, start=start, step=step, period=_PERIOD, groups=groups)
-    wide = torch.promote_types(y.dtype, torch.float32)
+
+def read_together(outputs: Sequence[Tensor], first: int, *, seed: int = SEED) -> list[tuple[Tensor, Tensor]]:
+    """The same of several outputs; on an accelerator those of one shape [B, T] and one dtype in one launch."""
+    found: dict[int, tuple[Tensor, Tensor]] = {}
+    alike: dict[Hashable, list[int]] = {}
+    for at, y in enumerate(outputs):
+        if y.device.type == "cuda" and cuda_kernels.can_read(y):
+            alike.setdefault((*y.shape[:2], y.dtype, y.device), []).append(at)
+        else:
+            found[at] = _read_plainly(y, first, seed)
+    for numbers in alike.values():
+        together = [outputs[at] for at in numbers]
+        tape = _tape(seed, 2, together[0].device, torch.int8)
+        places, groups = zip(*((_place(y.shape, first), _groups(y.shape[2])) for y in together), strict=True)
+        sums = cuda_kernels.read(together, tape, places=places, groups=groups, period=_PERIOD)
+        found.update(zip(numbers, sums, strict=True))
+    return [found[at] for at in range(len(outputs))]
+
+
+def _read_plainly(y: Tensor, first: int, seed: int) -> tuple[Tensor, Tensor]:
+    groups, wide = _groups(y.shape[2]), torch.promote_types(y.dtype, torch.float32)
     flipped = (y * _signs_at(y.shape, first, seed, y.device, y.dtype)).reshape(*y.shape[:2], groups, -1)
     return flipped.sum(-1, dtype=wide), torch.linalg.vector_norm(y, dim=-1, dtype=wide)
 

@@ -47,7 +47,7 @@ class ForwardWrapper:
         self.calls = 0
         self.block: int | None = None
         self.root = False
-        self._output_only: OperatorTarget | None = None
+        self._only: Target | None = None
         self._routed: Any = None
         self._remembered: deque[tuple[Any, Rows]] = deque(maxlen=_REMEMBERED)
         self._run_apart_from_the_compiler = _uncompiled_run()
@@ -107,16 +107,17 @@ class ForwardWrapper:
         return self._run(*args, **kwargs)
 
     def find_shortest_path(self) -> None:
-        """See whether all there is to do is to perturb the output of an operator: the most frequent case by far."""
-        self._output_only = None
+        """See whether all there is to do is to perturb the output of an operator, or to report it: the usual case."""
+        self._only = None
         if self.kind == MODULE and self.block is None and not self.root and not self.shared and len(self.targets) == 1:
             (targets,) = self.targets.values()
             target = next(iter(targets.values()), None)
-            if len(targets) == 1 and isinstance(target, OperatorTarget) and target.tensor == "output":
-                self._output_only = target
+            if len(targets) == 1 and WHOLE not in targets:
+                output = isinstance(target, OperatorTarget) and target.tensor == "output"
+                self._only = target if output or isinstance(target, CallListener) else None
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        target = self._output_only
+        target = self._only
         if target is not None and not torch.is_grad_enabled():
             running = self.scope.running_here()
             context = running.context
@@ -124,6 +125,11 @@ class ForwardWrapper:
                 self.calls += 1
                 owner, running.owner = running.owner, None
                 try:
+                    if isinstance(target, CallListener):
+                        occurrence = context.occurrence(target)
+                        return target.run(
+                            self.module, self.original, args, kwargs, context=context, occurrence=occurrence
+                        )
                     y = self.original(*args, **kwargs)
                 finally:
                     running.owner = owner

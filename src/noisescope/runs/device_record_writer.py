@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,8 @@ from noisescope.sites import FUSED, Place, Site
 HEAD_TOKENS = 16  # of each prompt, the last, are kept of the head
 _NARROW = 1 << 15  # channels up to which their numbers are kept in 16 bits
 _MOST_PENDING = 1 << 24  # group sums that wait to be folded, over all sites: 64 MB
+_MOST_UNREAD = 1 << 28  # bytes of outputs that wait to be read: 256 MiB
+_LAUNCHING = ("cuda",)  # devices on which reading several outputs at once saves launches
 
 
 @dataclass(frozen=True)
@@ -52,10 +55,20 @@ class Detail:
         return self.full or place in self.full_layers
 
 
+class Reading(Enum):
+    """When outputs are read: each at once, or those of a block together, unless the model overwrites them before."""
+
+    AT_ONCE = auto()
+    TOGETHER = auto()
+    BOTH = auto()  # and compared: what was read at once counts
+
+
 class Recording:
     """Sketches the outputs of one batch, and keeps full tensors if requested."""
 
-    def __init__(self, shape: tuple[int, ...], first: int, detail: Detail, stem: Path) -> None:
+    def __init__(
+        self, shape: tuple[int, ...], first: int, detail: Detail, stem: Path, reading: Reading = Reading.AT_ONCE
+    ) -> None:
         self.shape = (shape[0], shape[1])
         self.first = first
         self.detail = detail
@@ -64,6 +77,11 @@ class Recording:
         self._sites: list[Site] = []
         self._pending: dict[tuple[int, ...], list[tuple[int, Tensor, Tensor]]] = {}  # sites, group sums, tokens' sizes
         self._waiting = 0
+        self._reading = reading
+        self._unread: list[tuple[int, Tensor]] = []
+        self._unread_bytes = 0
+        self._at_once: dict[int, Tensor] = {}  # group sums of outputs that are read again
+        self._overwritten: list[Tensor] = []
         self._sketches: dict[int, tuple[Tensor, Tensor]] = {}  # of each site: the sketch and the size of each prompt
         self._tokens: list[tuple[Tensor, Tensor, Tensor]] = []  # of each block: signed sum, largest size, its channel
         self._whole = Whole()
@@ -89,20 +107,48 @@ class Recording:
             return
         number = len(self._sites)
         self._sites.append(site)
-        groups, sizes = sketches.read(rows, self.first)
-        self._pending.setdefault(tuple(groups.shape), []).append((number, groups, sizes))
-        self._waiting += groups.numel()
-        if site.operator == "residual":
-            largest, channel = rows.abs().max(-1)
-            index = torch.int16 if rows.shape[-1] <= _NARROW else torch.int32
-            self._tokens.append((groups.sum(-1), largest, channel.to(index)))
-        if self._waiting > _MOST_PENDING:
-            self._fold()
+        together = self._reading is not Reading.AT_ONCE and rows.device.type in _LAUNCHING
+        if self._reading is Reading.BOTH or not together:
+            groups, sizes = sketches.read(rows, self.first)
+            self._keep(number, rows, groups, sizes)
+            if together:
+                self._at_once[number] = groups
+        if together:
+            self._unread.append((number, rows))
+            self._unread_bytes += rows.nbytes
+            if site.operator == "residual" or self._unread_bytes > _MOST_UNREAD:
+                self._read_together()
         if self.detail.keeps(site.place):
             if self._whole.tensors and self._whole.place != site.place:
                 self._write_whole()
             self._whole.place = site.place
             self._whole.keep(number, y, x if self.detail.inputs else None)
+
+    def _read_together(self) -> None:
+        found = sketches.read_together([rows for _, rows in self._unread], self.first)
+        for (number, rows), (groups, sizes) in zip(self._unread, found, strict=True):
+            if number in self._at_once:
+                self._overwritten.append((groups != self._at_once.pop(number)).any())
+            else:
+                self._keep(number, rows, groups, sizes)
+        self._unread.clear()
+        self._unread_bytes = 0
+
+    def _keep(self, number: int, rows: Tensor, groups: Tensor, sizes: Tensor) -> None:
+        self._pending.setdefault(tuple(groups.shape), []).append((number, groups, sizes))
+        self._waiting += groups.numel()
+        if self._sites[number].operator == "residual":
+            largest, channel = rows.abs().max(-1)
+            index = torch.int16 if rows.shape[-1] <= _NARROW else torch.int32
+            self._tokens.append((groups.sum(-1), largest, channel.to(index)))
+        if self._waiting > _MOST_PENDING:
+            self._fold()
+
+    @property
+    def next_reading(self) -> Reading:
+        """How the next batch may be read, after one that was read both ways: NaN counts as overwritten."""
+        kept = self._overwritten and not torch.stack(self._overwritten).any()
+        return Reading.TOGETHER if kept else Reading.AT_ONCE
 
     def _batch_first(self, site: Site, y: Tensor, x: Tensor | None) -> tuple[Tensor, Tensor | None, tuple[int, int]]:
         """Output and input with a row a prompt, and (prompts, tokens)."""
@@ -141,6 +187,7 @@ class Recording:
         """What remains to be written of this batch, on the host."""
         if not self._sites:
             raise NothingInjected("the model ran, but none of its operators was observed: see `noisescope inspect`")
+        self._read_together()
         self._fold()
         found = zip(*(self._sketches[number] for number in range(len(self._sites))), strict=True)
         tensors = {name: torch.stack(columns) for name, columns in zip(("sketch", "size"), found, strict=True)}
@@ -259,12 +306,13 @@ def write_batches(
     batches: list[dict[str, Any]] = []
     files: list[Future[list[dict[str, Any]]]] = []
     notes: set[str] = set()
-    parts = list(_batches(ordered, batch))
+    parts, reading = list(_batches(ordered, batch)), Reading.BOTH
     with ThreadPoolExecutor(1) as disk, progress.plan(progress.Phase("batches", len(parts))):
         for first, count in progress.track("batches", parts):
             ids = torch.tensor(ordered[first : first + count])
-            recording = Recording(ids.shape, first, detail, target / f"{len(batches):04d}")
+            recording = Recording(ids.shape, first, detail, target / f"{len(batches):04d}", reading)
             tensors = recording.finish(run(ids, recording))
+            reading = recording.next_reading if reading is Reading.BOTH else reading
             if batches and recording.sites != sites:
                 raise NothingInjected("the model called different operators on later prompts than on the first")
             sites = recording.sites
