@@ -5,9 +5,10 @@
 
 Time: four forwards under `record` (sketches, folded, copied and written to disk) over four plain ones, in interleaved
 pairs with a plain/plain arm; the median with a bootstrap interval. Outputs of a block are read together, as `record`
-does from its second batch on. Not timed: opening a scope, the model's fingerprint, record.json. Weights are random: only time is measured there. Accuracy: the bundled model against itself with small
-noise on every linear, full detail on both sides: each site's relative L2 from sketches against the one from whole
-tensors, and the size of the sketches against that of the tensors.
+does from its second batch on. Not timed: opening a scope, the model's fingerprint, record.json. Weights are random:
+only time is measured there. Accuracy: the bundled model against itself with small noise on every linear, full detail on
+both sides: each site's relative L2 from sketches against the one from whole tensors, and the size of the sketches
+against that of the tensors.
 """
 
 from __future__ import annotations
