@@ -116,9 +116,10 @@ def main() -> None:
         "transformers": transformers.__version__,
         "costs": costs(options),
     }
-    results["healthy"] = [healthy_runs(options.device, method, seeds) for method in options.methods.split(",")]
+    methods = options.methods.split(",") if seeds else []
+    results["healthy"] = [healthy_runs(options.device, method, seeds) for method in methods]
     print(json.dumps(results["healthy"], indent=1), flush=True)
-    passport = take_passport(options.device)
+    passport = take_passport(options.device) if options.passport or options.save_passport else None
     if options.save_passport:
         write_passport(passport, options.save_passport)
     if options.passport:
