@@ -296,6 +296,8 @@ def test_a_model_that_looks_ahead_is_refused() -> None:
     part = Slice(data.fingerprint, 0, 5)
     with pytest.raises(UnsupportedModel, match="attends to later tokens"):
         TrialRunner(wrap(tiny_model("bert")), [data]).check_causal(part)
+    with pytest.raises(UnsupportedModel, match="is an encoder and a decoder"):
+        TrialRunner(wrap(tiny_model("t5")), [data]).check_causal(part)
     for name in ("llama", "mistral", "mixtral", "gpt2"):
         TrialRunner(wrap(tiny_model(name)), [data]).check_causal(part)
 

@@ -236,6 +236,8 @@ class TrialRunner:
     @torch.no_grad()
     def check_causal(self, part: Slice) -> None:
         """Raise if a later token changes an earlier prediction: batches here have no mask and rely on causality."""
+        if getattr(getattr(self.model, "config", None), "is_encoder_decoder", False):
+            raise self._not_causal("is an encoder and a decoder")
         ids = torch.tensor([self.materials[part.data].groups(part)[0][0].ids], device=self.device)
         if ids.shape[1] < 3:
             return
@@ -248,10 +250,13 @@ class TrialRunner:
             return
         moved = (first - second).abs().amax(-1)  # [T]; the last token's own prediction has to change
         if float(moved[:-1].max()) > 1e-3 * float(moved[-1]):
-            raise UnsupportedModel(
-                f"{type(self.model).__name__} attends to later tokens, but scoring works only for causal language "
-                f"models: use inject() and your own evaluation"
-            )
+            raise self._not_causal("attends to later tokens")
+
+    def _not_causal(self, why: str) -> UnsupportedModel:
+        return UnsupportedModel(
+            f"{type(self.model).__name__} {why}, but scoring works only for causal language models: use inject() and "
+            f"your own evaluation"
+        )
 
     def forget_slice(self) -> None:
         """Release the current slice."""
