@@ -266,7 +266,7 @@ class _Run(TorchFunctionMode):
     def see(self, at: int, value: Any, changed: Any = ()) -> None:
         with torch._C.DisableTorchFunction():  # the comparison is not part of the code
             if self.first:
-                self.forms[at] = plain_values(value)
+                self.forms[at] = plain_values(value, words=at in self.asked)
             for path, tensor in (*real_tensors_in(value), *changed):
                 self.compared += 1
                 recorded = self._recorded.get((at, path))

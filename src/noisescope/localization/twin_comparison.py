@@ -77,7 +77,7 @@ def other_forms(
     found: dict[int, list[str]] = {}
     for at, expected in forms.items():
         child = node if at < 0 else node.children[at]
-        got = plain_values(child.output if at < 0 else (child.args, child.kwargs))
+        got = plain_values(child.output if at < 0 else (child.args, child.kwargs), words=at in functions)
         unlike = _unlike(got, expected)
         if at in functions and _same_values(unlike):
             continue
