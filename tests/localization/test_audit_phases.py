@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import DynamicLayer
 
 from noisescope.localization.audit import audit
 from noisescope.testing import tiny_model
@@ -44,7 +45,7 @@ def large_batch(y: Tensor) -> Tensor:
     ("change", "kind", "phase", "rows"),
     [
         (only_decode, "gain", "decode", ""),
-        (tail_of_long, "tail", "prefill 1 x 62 tokens", "tokens 48 to 61, of 62 tokens"),
+        (tail_of_long, "tail", "prefill 1 x 60 tokens", "tokens 48 to 59, of 60 tokens"),
         (large_batch, "batch", "8 x", "sequences 3 to 7 of 8, all tokens"),
     ],
 )
@@ -81,6 +82,24 @@ def test_a_fault_with_left_padding_alone():
     (suspect,) = audit(model).suspects
     assert (suspect.site.place, suspect.site.module, suspect.fault_class) == (1, "model.layers.1", "gain")
     assert "left padding" in suspect.evidence
+
+
+@pytest.mark.parametrize("block", [16, 32, 64, 128])
+def test_the_first_slot_of_a_new_block_of_a_paged_cache(monkeypatch, block):
+    """Decode fills one block of each usual size and begins the next."""
+    right = DynamicLayer.update
+
+    def update(self: DynamicLayer, keys: Tensor, values: Tensor, *args: Any, **others: Any) -> Any:
+        cached, rest = right(self, keys, values, *args, **others)
+        if keys.shape[-2] == 1 and cached.shape[-2] % block == 1 and cached.shape[-2] > 1:
+            cached = cached.clone()
+            cached[..., -1, :] = 0
+        return cached, rest
+
+    monkeypatch.setattr(DynamicLayer, "update", update)
+    first = audit(tiny_model("llama", layers=2, max_position_embeddings=512)).suspects[0]
+    assert (first.site.module, first.site.tensor) == ("model.layers.0.self_attn", "input")
+    assert "in decode" in first.evidence
 
 
 def test_one_shape_that_is_asked_for():

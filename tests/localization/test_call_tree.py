@@ -56,6 +56,36 @@ def test_every_call_has_its_place_in_the_tree(tree):
     assert {(node.phase, node.shape) for node in tree.nodes} == {("prefill 1 x 3 tokens", (1, 3))}
 
 
+class Rooted(nn.Module):
+    """A norm whose class's name does not say so, and a product in a module that is no operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+
+
+class Mixes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(Rooted(), nn.Identity())
+        self.inner.forward = self._mixed  # type: ignore[method-assign]
+
+    def _mixed(self, x: Tensor) -> Tensor:
+        return torch.matmul(self.inner[0](x), torch.eye(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+def test_norms_are_told_by_their_formula_and_functions_named_after_who_calls_them(blocks_around, calls_of):
+    made = calls_of(blocks_around(Mixes()), torch.randn(2, 3, 4))
+    found = {(node.operator, node.module) for node in made.nodes if node.operator in ("norm", "matmul")}
+    assert found == {("norm", "layers.0.inner.inner.0"), ("matmul", "layers.0.inner.inner")}
+
+
 def test_functions_that_are_operators_are_calls_of_the_module_that_makes_them(tree):
     attention = next(node for node in tree.nodes if node.module == "model.layers.0.self_attn" and node.is_module)
     names = [child.operator for child in attention.children]

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 import noisescope as ns
 from noisescope.localization.audit import audit
-from noisescope.localization.driven_operators import drive
+from noisescope.localization.driven_operators import drive, input_alone
 from noisescope.testing import tiny_inputs, tiny_model
 
 SDPA = torch._C._nn.scaled_dot_product_attention
@@ -240,3 +240,9 @@ def test_quick_leaves_it_out():
     model = tiny_model("llama").bfloat16()
     with forward(model.model.layers[1].input_layernorm, rms_in_its_dtype):
         assert not any("made-up" in suspect.evidence for suspect in audit(model, quick=True).suspects)
+
+
+def test_all_rows_of_a_table_are_looked_up_and_some_of_a_large_one():
+    generator = torch.Generator()
+    assert input_alone(nn.Embedding(6000, 8), ("embedding",), generator).flatten().tolist() == list(range(6000))
+    assert input_alone(nn.Embedding(6000, 4096), ("embedding",), generator).numel() == 4096

@@ -162,6 +162,13 @@ def test_an_argument_by_position_is_the_one_by_name(bench):
     assert bench(Otherwise(by_name, lambda x: F.softmax(x, 0) + 1)).other_arguments
 
 
+def test_words_that_functions_are_given_are_compared(bench):
+    gelu, tanh = F.gelu, lambda x: F.gelu(x, approximate="tanh")
+    (found,) = bench(Otherwise(gelu, tanh)).other_arguments
+    assert found.words == ("approximate is tanh, and not None",)
+    assert not bench(Otherwise(tanh, tanh)).other_arguments
+
+
 def test_a_cast_to_a_shorter_dtype_is_no_round_off(bench):
     """The code keeps float32; the device gives its numbers rounded to bfloat16."""
     (difference,) = bench(Otherwise(lambda x: (x, torch.exp(x)), lambda x: (x, torch.exp(x).bfloat16()))).differences

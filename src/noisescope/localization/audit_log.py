@@ -31,7 +31,7 @@ from noisescope.localization.host_copies import tensors_in
 from noisescope.localization.host_operators import Unseen, recompute
 from noisescope.localization.host_products import Recomputed, Rows
 from noisescope.localization.judge import Judgement, judge, judge_elements
-from noisescope.localization.resolution import MOST, ResolutionTable, too_coarse
+from noisescope.localization.resolution import MOST, ResolutionTable, percent_of, too_coarse
 from noisescope.localization.tensors import differing, on_host
 from noisescope.localization.twin_comparison import OTHER_SHAPE, Comparison, Difference, OtherArguments
 from noisescope.model.anatomy import Anatomy
@@ -224,6 +224,12 @@ class AuditLog:
             self._judge(site, recomputed, order, node=node, about=about)
         else:
             judgement = judge_elements(recomputed.y, recomputed.reference)
+            gain, most = found.gain
+            judgement.strengths["signed"] = abs(gain) / most
+            if not judgement.bad:
+                way = "large" if gain > 0 else "small"
+                judgement.said = f"all {judgement.elements} elements together are {percent_of(abs(gain))} too {way}; "
+                judgement.said += f"rounding explains at most {percent_of(most)}"
             self._alarm(site, recomputed, judgement, order, node=node, about=about)
 
     def gradient(

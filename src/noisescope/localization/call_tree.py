@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from noisescope.localization.exact_functions import CHOICES
+from noisescope.localization.formula_recognition import norm_formula
 from noisescope.localization.host_copies import HostStates, copied, tensors_in
 from noisescope.localization.resolution import percent_of
 from noisescope.localization.tensors import bits_of, on_host
@@ -110,7 +111,10 @@ class CallTree:
     def begin(self, call: RecordedCall) -> None:
         args, kwargs = self._states.on_host((call.args, call.kwargs))
         parent = self._open[-1] if self._open else None
-        node = Node(call.unit, call.operator, call.callee, self._events, args, kwargs, parent=parent)
+        unit = call.unit
+        if parent is not None and not isinstance(call.callee, nn.Module):  # the innermost module calls a function
+            unit = dataclasses.replace(unit, module=parent.module)
+        node = Node(unit, call.operator, call.callee, self._events, args, kwargs, parent=parent)
         if parent is None:
             main = next((x for _, x in tensors_in((args, kwargs)) if x.dim() > 1), None)
             self._shape = None if main is None else (main.shape[0], main.shape[1])
@@ -193,7 +197,10 @@ def stacked(nodes: list[Node]) -> Node:
 
 
 def with_whole_modules(model: nn.Module, anatomy: Anatomy) -> Anatomy:
-    """The anatomy with every module that is not an operator added as a unit, so that its calls are reported."""
+    """The anatomy with every module that is not an operator added as a unit, so that its calls are reported.
+
+    A norm is an operator whatever its class is called: here its formula can be told from its code.
+    """
     places: dict[str, Place] = {}
     kinds: dict[str, str] = {}
     for unit in anatomy.units:
@@ -210,8 +217,17 @@ def with_whole_modules(model: nn.Module, anatomy: Anatomy) -> Anatomy:
         if name in operators or isinstance(module, _CONTAINERS):
             continue
         place = places.get(name, _place(name, blocks, places, outside))
-        units.append(Unit(name, kinds.get(name, MODULE), place, "", (WHOLE,)))
+        if _is_norm(module):
+            units.append(Unit(name, MODULE, "final_norm" if place == "lm_head" else place, "", ("norm",)))
+        else:
+            units.append(Unit(name, kinds.get(name, MODULE), place, "", (WHOLE,)))
     return dataclasses.replace(anatomy, units=(*anatomy.units, *units))
+
+
+def _is_norm(module: nn.Module) -> bool:
+    own = [p for p in module._parameters.values() if p is not None]
+    alone = not any(True for _ in module.children())
+    return alone and bool(own) and own[0].dim() == 1 and norm_formula(module, len(own[0])) is not None
 
 
 def _place(name: str, blocks: dict[str, int], places: dict[str, Place], outside: Place) -> Place:

@@ -39,7 +39,7 @@ _NEAR, _FAR = 1.45, 8.0  # how far the other key is below: two octaves of exp, a
 _FAR_SHARE = 0.25
 _HEADS, _WIDTH = 4, 16  # of a call of attention whose own shapes are not known
 _ALONE = 32  # tokens given to a module that no forward calls
-_TABLE_ROWS = 1 << 12  # of an embedding that are looked up
+_TABLE_ROWS, _TABLE_BYTES = 1 << 12, 1 << 26  # of an embedding that are looked up: as many as either allows
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,8 @@ def input_alone(module: nn.Module, operators: tuple[str, ...], generator: torch.
     if not isinstance(weight, Tensor) or weight.is_meta:
         return None
     if type(module) is nn.Embedding:
-        rows = torch.linspace(0, len(weight) - 1, min(_TABLE_ROWS, len(weight)), dtype=torch.float64)
+        most = max(_TABLE_ROWS, _TABLE_BYTES // (weight.shape[-1] * weight.itemsize))
+        rows = torch.linspace(0, len(weight) - 1, min(most, len(weight)), dtype=torch.float64)
         return rows.round().long()[None].to(weight.device)
     if type(module) is nn.Linear or (operators == ("norm",) and weight.dim() == 1):
         return torch.randn(2, _ALONE, weight.shape[-1], generator=generator).to(weight)

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from noisescope.localization.host_products import Recomputed
 from noisescope.localization.judge import CHANNEL_SHARE, Judgement, judge_elements
+from noisescope.localization.random_rounding import gain_along
 from noisescope.localization.roundoff_floors import SLACK, Z_ELEMENT, Reference, number_format, operand_bits
 
 Key = TypeVar("Key", bound=Hashable)
@@ -131,16 +132,9 @@ def _expected(value: Tensor, runs: Sequence[Tensor | None], dtype: torch.dtype) 
     wide = form.bits > 20
     ulp = form.ulp(torch.where(values.isfinite(), values, 0.0))
     limit = Z_ELEMENT * (variance + pooled).sqrt() + (_ULPS_FLOAT32 if wide else _ULPS) * ulp + 2 * form.flushed
-    gains = [_gain(each, values) for each in off]
+    gains = [gain_along(each, values) for each in off]
     spread = math.sqrt(sum(gain**2 for gain in gains) / len(gains))
     return Expected(values, limit, Z_ELEMENT * spread + 2 * CHANNEL_SHARE * form.u * (4 if wide else 1))
-
-
-def _gain(off: Tensor, values: Tensor) -> float:
-    """By what share a gradient is too large along its own direction."""
-    finite = torch.where(values.isfinite() & off.isfinite(), values, 0.0)
-    size = float(finite.square().sum())
-    return float((torch.where(off.isfinite(), off, 0.0) * finite).sum()) / size if size > 0 else 0.0
 
 
 def as_rows(got: Tensor, expected: Expected, *, tokens: bool) -> Recomputed:
@@ -155,7 +149,7 @@ def judge_gradient(found: Recomputed, gain: float) -> Judgement:
     """Check elements against their tolerances, and the overall size along the expected direction."""
     result = judge_elements(found.y, found.reference)
     y, values, form = found.y.double(), found.reference.values, number_format(found.y.dtype)
-    off = _gain(y - values, values)
+    off = gain_along(y - values, values)
     result.tests += 1
     result.mean_ulp = off / (1.44 * form.u)
     result.strengths["signed"] = abs(off) / gain if gain else 0.0

@@ -190,11 +190,11 @@ def leaves_in(value: Any, path: str = "") -> list[tuple[str, Any]]:
     return [leaf for key, each in parts for leaf in leaves_in(each, f"{path}.{key}" if path else str(key))]
 
 
-def plain_values(value: Any) -> dict[str, Any]:
-    """The leaves of a tree by path: numbers and flags themselves, and the type of anything else."""
+def plain_values(value: Any, *, words: bool = False) -> dict[str, Any]:
+    """The leaves of a tree by path: numbers and flags (`words`: strings too), and the type of anything else."""
     found: dict[str, Any] = {}
     for path, leaf in leaves_in(value):
-        if isinstance(leaf, (bool, int, float)):
+        if isinstance(leaf, (bool, int, float)) or (words and isinstance(leaf, str)):
             found[path] = leaf
         elif leaf is not None and not isinstance(leaf, (str, torch.device)):  # names of devices are not the same
             found[path] = "a tensor" if isinstance(leaf, Tensor) else type(leaf).__name__

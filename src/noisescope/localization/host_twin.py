@@ -15,6 +15,7 @@ disk, so functions patched in memory are not used either.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -37,7 +38,7 @@ from noisescope.localization.host_copies import (
     set_state,
     tensors_in,
 )
-from noisescope.localization.random_rounding import RandomRounding, limits_of, roundings
+from noisescope.localization.random_rounding import RandomRounding, Tolerance, limits_of, roundings
 from noisescope.localization.roundoff_floors import convolution_bits, mean_bound
 from noisescope.localization.shipped_functions import calls_replaced, without_modes
 from noisescope.localization.tensors import same_numbers
@@ -128,7 +129,7 @@ class HostTwin:
                 different = {key: value for key, value in different.items() if key[0] != at}
             else:
                 result.others += [OtherValue(*place_of(node, at), one) for one in words]
-        limits: dict[Key, Tensor] = {}
+        limits: dict[Key, Tolerance] = {}
         if not first.was_inexact and not first.problem:
             self._exact.add(kind)
         elif different and first.inexact and before is None:
@@ -143,10 +144,14 @@ class HostTwin:
             result.bound = self._usual_bound(twin, node, (before, own), recorded)
         for key, (got, expected) in different.items():
             limit = limits.get(key) if key in first.inexact else None
+            gain, most = 0.0, math.inf
             if limit is not None and got.is_floating_point() and got.shape == expected.shape:
-                result.bound = max(result.bound, mean_bound(limit, expected))
-            if not same_numbers(*alike(got, expected)) and (limit is None or _beyond(got, expected, limit)):
-                result.differences.append(difference(node, key, got, expected, limit))
+                result.bound = max(result.bound, mean_bound(limit.each, expected))
+                gain, most = limit.gain_of(got, expected)
+            each = None if limit is None else limit.each
+            beyond = each is None or abs(gain) > most or _beyond(got, expected, each)
+            if beyond and not same_numbers(*alike(got, expected)):
+                result.differences.append(difference(node, key, got, expected, each, (gain, most)))
             elif is_shortened(node, got, expected):
                 result.others.append(OtherValue(*place_of(node, key[0]), f"its {other_dtype(got, expected)}"))
         return result
@@ -176,12 +181,12 @@ class HostTwin:
             after = own_state(twin)
             limits = self._limits(twin, node, before, outputs)
             set_state(twin, after)
-            self._bounds[kind] = max((mean_bound(limits[key], x) for key, (x, _) in outputs.items()), default=0.0)
+            self._bounds[kind] = max((mean_bound(limits[key].each, x) for key, (x, _) in outputs.items()), default=0.0)
         return self._bounds.get(kind, 0.0)
 
     def _limits(
         self, twin: nn.Module, node: Node, before: tuple[Any, Any], different: dict[Key, tuple[Tensor, Tensor]]
-    ) -> dict[Key, Tensor]:
+    ) -> dict[Key, Tolerance]:
         runs = []
         for rounding in roundings(convolved=self._convolved):
             set_state(twin, before[1])
@@ -266,7 +271,7 @@ class _Run(TorchFunctionMode):
     def see(self, at: int, value: Any, changed: Any = ()) -> None:
         with torch._C.DisableTorchFunction():  # the comparison is not part of the code
             if self.first:
-                self.forms[at] = plain_values(value)
+                self.forms[at] = plain_values(value, words=at in self.asked)
             for path, tensor in (*real_tensors_in(value), *changed):
                 self.compared += 1
                 recorded = self._recorded.get((at, path))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +32,7 @@ class Difference:
     inside: Node  # the module whose code was run
     before: Node | None  # the call before it there
     source: Node | None = None  # the call there that gave just what is expected
+    gain: tuple[float, float] = (0.0, math.inf)  # by what share all elements are too large in common, and may be
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ def other_forms(
     found: dict[int, list[str]] = {}
     for at, expected in forms.items():
         child = node if at < 0 else node.children[at]
-        got = plain_values(child.output if at < 0 else (child.args, child.kwargs))
+        got = plain_values(child.output if at < 0 else (child.args, child.kwargs), words=at in functions)
         unlike = _unlike(got, expected)
         if at in functions and _same_values(unlike):
             continue
@@ -135,11 +137,14 @@ def place_of(node: Node, at: int) -> tuple[Node, str]:
     return (node, "output") if at < 0 else (node.children[at], "input")
 
 
-def difference(node: Node, key: Key, got: Tensor, expected: Tensor, limit: Tensor | None) -> Difference:
+def difference(
+    node: Node, key: Key, got: Tensor, expected: Tensor, limit: Tensor | None, gain: tuple[float, float]
+) -> Difference:
     at, path = key
     earlier = node.children if at < 0 else node.children[:at]
     source = next((child for child in reversed(earlier) if child.is_module and _gave(child, expected)), None)
-    return Difference(*place_of(node, at), path, got, expected, limit, node, earlier[-1] if earlier else None, source)
+    before = earlier[-1] if earlier else None
+    return Difference(*place_of(node, at), path, got, expected, limit, node, before, source, gain)
 
 
 def _gave(child: Node, expected: Tensor) -> bool:

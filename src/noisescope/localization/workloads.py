@@ -45,7 +45,7 @@ WIDEST_WINDOW = 1024  # of sliding attention that is still worth a sequence one 
 DESIGN = (
     (Phase("prefill", 1, 1), 2),  # no other token to attend to; a cache that begins with one slot
     (Phase("prefill", 2, 17), STEPS),  # one above a power of two
-    (Phase("prefill", 1, 65), 0),  # more than one tile of 64 rows
+    (Phase("prefill", 1, 127), 2),  # a part of a tile; decode fills a block of 128 slots (or 64, 32) and begins another
     (Phase("prefill", 8, 15, padding="left"), 2),  # one below; rows of several lengths, as a server batches them
     (Phase("prefill", 1, LONG), 2),  # and decode that attends to all of it
     (Phase("prefill", 8, 33, padding="right"), 0),
@@ -199,13 +199,13 @@ class _Maker:
             self.not_run.append("other lengths and batch sizes, padding, decode: only token ids can be resized")
             return
         self._check_arguments()
-        seen = {(phase.batch, phase.tokens, phase.padding) for phase in map(_phase_of, self.base)}
+        seen = {(phase.batch, phase.tokens, phase.padding): 0 for phase in map(_phase_of, self.base)}
         for number, (phase, decode) in enumerate(DESIGN, 1):
             phase, steps = self._fitted(phase), self._steps(decode)
             tokens = self._length(phase, steps)
             key = (phase.batch, tokens, phase.padding)
-            if tokens > 0 and (key not in seen or steps):
-                seen.add(key)
+            if tokens > 0 and steps > seen.get(key, -1):  # short models have one shape for several of the design
+                seen[key] = steps
                 yield self._made(dataclasses.replace(phase, tokens=tokens), steps, number)
         if self._reads_an_encoder():
             yield self._made(_ENCODED, self._steps(2), len(DESIGN) + 1)
