@@ -259,8 +259,9 @@ def _tensor_types(plan: Plan, modules: Sequence[Module]) -> Iterator[str]:
                 f"{module.name} has {module.inputs} inputs, not a multiple of the {block} that llama.cpp's "
                 f"{spelled.upper()} needs: plan without {name}, such as --formats bf16,int8,int4,int4_asymmetric"
             )
+        layer = next((part for part in parents if part.isdigit()), module.place)  # places count an image tower's, too
         for tensor in tensors or (GGUF_NAMES[kind] + shared,):
-            yield rf"blk\.{module.place}\.{tensor}\.weight={spelled}"
+            yield rf"blk\.{layer}\.{tensor}\.weight={spelled}"
 
 
 _WRITERS = {"llm-compressor": _recipe, "modelopt": _modelopt, "autoround": _autoround, "torchao": _torchao}
