@@ -213,6 +213,8 @@ def test_a_plan_is_refined_on_the_samples_that_scored(subject, report):
                 kl.append(float(kl_divergence(clean, model(ids).logits[:, :-1].flatten(0, 1)).mean()))
     [note] = [note for note in after.notes if note.startswith("refined in ")]
     assert kl[1] < 0.8 * kl[0] and f"mean KL {kl[0]:.3g} to {kl[1]:.3g} on 16 samples" in note
+    [note] = ns.plan.precision(scored, refine=1, subject=large, **options | {"average_bits": 8}).notes
+    assert note.startswith("refinement tried 0 changes and kept none: mean KL ")
     with pytest.raises(InvalidInput, match="refine needs the model"):
         ns.plan.precision(report, refine=1, **options)
     with pytest.raises(InvalidInput, match="granularity"):

@@ -126,6 +126,15 @@ def test_on_a_gpu_the_same_numbers_come_from_weights_on_the_host(folder: Path, s
     assert ns.locate(streamed, quick=True).verdict == "healthy"
 
 
+def test_weights_converted_on_loading_are_noted(folder: Path, tmp_path: Path) -> None:
+    """They are no longer in the checkpoint's files: in another dtype, or experts packed into one tensor."""
+    tiny_model("mixtral").save_pretrained(tmp_path)
+    assert not ns.load(folder, stream="disk").anatomy.notes
+    for given in ({"source": folder, "dtype": "float64"}, {"source": tmp_path}):
+        [note] = ns.load(stream="disk", **given).anatomy.notes
+        assert "of the weights to stream are in the host's memory" in note
+
+
 def test_what_can_not_be_streamed_is_refused(folder: Path) -> None:
     with pytest.raises(InvalidInput, match="host, disk"):
         ns.load(folder, stream="tape")

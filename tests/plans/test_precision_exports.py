@@ -114,6 +114,24 @@ def test_llama_cpp_gets_a_type_for_every_tensor() -> None:
     assert blocks == {kind: gguf.GGML_QUANT_SIZES[kind][0] for kind in blocks}
 
 
+def test_llama_cpp_counts_blocks_of_the_text_model() -> None:
+    """Behind an image tower of 27 blocks, the text model's first block has place 27 and is llama.cpp's block 0."""
+    name = "model.language_model.layers.0.mlp.up_proj"
+    found = export_plan(Plan("", {name: "int4"}, 0, 0, 0, 0), "llama.cpp", [Module(name, 27, 1, {}, 64)])
+    assert found.text == "blk\\.0\\.ffn_up\\.weight=q4_0\n"
+
+
+def test_llama_cpp_names_shared_experts_apart() -> None:
+    """They are other tensors than the MLP of a dense block; what no plan covers is left to options of the tool."""
+    gguf = pytest.importorskip("gguf")
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2MOE, 1)
+    modules = [Module(f"model.layers.0.mlp.shared_expert.{kind}_proj", 0, 1, {}, 64) for kind in ("gate", "up", "down")]
+    found = export_plan(Plan("", {module.name: "int4" for module in modules}, 0, 0, 0, 0), "llama.cpp", modules)
+    expected = [rf"{names.get_name(module.name)}.weight=q4_0".replace(".", r"\.") for module in modules]
+    assert found.text.splitlines() == expected
+    assert "--token-embedding-type bf16" in found.notes[0]
+
+
 @pytest.mark.skipif(shutil.which("llama-quantize") is None, reason="llama.cpp is not installed by pip")
 def test_llama_quantize_carries_a_plan_out(tmp_path: Path) -> None:
     """It reads the file, and each tensor of the new model has the type of the plan."""

@@ -293,6 +293,12 @@ def test_a_short_last_group_is_as_if_padded_with_zeros(formats: list[Format]) ->
         assert torch.equal(quantise(x, fmt), quantise(padded, fmt)[:, :37]), fmt
 
 
+def test_a_group_wider_than_a_row_is_the_row() -> None:
+    """Rows are not padded to the group's size, which would take memory without end."""
+    x = normal(3, 37)
+    assert torch.equal(quantise(x, Format("int4", "group", 10**15)), quantise(x, Format("int4", "token")))
+
+
 # ---- properties of every format --------------------------------------------------------------------------------------
 
 

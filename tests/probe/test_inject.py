@@ -428,6 +428,22 @@ def test_a_format_that_some_weights_have_already_is_no_error(exact, tokens, logi
     assert tally.forward == 14
 
 
+def test_a_format_in_all_blocks_falls_on_those_that_run(tokens, logits):
+    """As in a model whose image tower no text runs; of blocks that were named one by one, each has to run."""
+    model = tiny_model("llama", layers=3)
+    model.config.num_hidden_layers = 2
+    where = {"operators": {"linear"}, "tensor": "weight"}
+    with ns.inject(model, ns.Injection(ns.Format("int4"), layers={0, 1, 2}, **where)) as tally:
+        logits(model, tokens)
+    assert tally.forward == 14
+    for perturbation, layers in ((ns.Format("int4"), {1, 2}), (ns.Gaussian(0.1), {0, 1, 2})):
+        with (
+            pytest.raises(NothingInjected, match="layer 2 never fired"),
+            ns.inject(model, ns.Injection(perturbation, layers=layers, **where)),
+        ):
+            logits(model, tokens)
+
+
 def test_scale_zero_is_a_control_on_purpose(llama, tokens, logits):
     """Gaussian(0) fires everywhere and is not an error: it is the clean decomposed path."""
     with ns.inject(llama, ns.Injection(ns.Gaussian(0.0))) as tally:

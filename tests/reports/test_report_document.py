@@ -269,6 +269,12 @@ def test_what_was_not_measured_says_so() -> None:
     assert estimate(Estimate(0.5, None, None, 1)).interval == ""
 
 
+def test_notes_of_the_model_and_of_the_run_are_on_the_page(made: DiagnosisReport) -> None:
+    model, run = replace(made.run.model, notes=("weights were dequantised",)), replace(made.run, notes=("1 at once",))
+    found = Report(replace(made, run=replace(run, model=model))).document()
+    assert all(f"Note: {note}." in paragraphs(found, "method") for note in (*model.notes, *run.notes))
+
+
 def test_optional_sections_may_be_missing(made: DiagnosisReport) -> None:
     """A screen, one level, no plan: everything optional left out still draws."""
     bare = replace(

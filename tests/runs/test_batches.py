@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import Gemma3Config, Gemma3TextConfig
 
 from noisescope.data.tokens import Encoded, Sequence
 from noisescope.injection import Injection
@@ -44,6 +45,8 @@ def test_shapes_give_the_footprint() -> None:
     assert found.widths == 4 * 32 + 3 * 64 and found.streamed == 0
     assert found.kept(10) == 10 * (256 + 3 * 128)
     assert found.gradients(16) > found.forward(16) > 0
+    model.config = Gemma3Config(text_config=Gemma3TextConfig(num_attention_heads=4))  # of a model that sees images, too
+    assert footprint(model, dissect(model)).heads == 4
     streamed = footprint(stream_blocks(model, CPU), dissect(model))
     assert streamed.streamed == 3 * sum(p.numel() * 4 for p in model.model.layers[0].parameters())
 

@@ -111,6 +111,14 @@ def test_a_batch_without_memory_is_halved(monkeypatch: pytest.MonkeyPatch) -> No
         assert result.values[name] == pytest.approx(values, rel=1e-4, abs=1e-10), name
 
 
+def test_a_limit_that_changes_batches_is_noted() -> None:
+    """In digits that show it, however small."""
+    data = material()
+    with TrialRunner(wrap(tiny_model("llama")), [data], memory=1e-6) as runner:
+        runner.fitting(4, 1, "forward")
+        assert "samples per forward at once: 1; 1e-06 GiB of memory are allowed beside the weights" in runner.notes
+
+
 def test_no_memory_at_all_is_a_failed_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     """One sample at a time, no prefix: then the row says so."""
 

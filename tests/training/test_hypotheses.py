@@ -67,6 +67,14 @@ def test_inside_outside_or_across_the_region(a: float, b: float, verdict: str) -
     assert (row.would_decide is None) == (verdict != UNDECIDED)
 
 
+def test_a_difference_of_shares_is_at_most_100_points() -> None:
+    """With two seeds the quantile is large; the model's own draws are a share, too."""
+    runs = experiment(2, a=0.7)["a"]
+    own = {seed: replace(run, same={0.05: np.full((N, 1), float(seed))}) for seed, run in runs.items()}
+    (row,) = judge([replace(better(), quantity="same_noise", b="a")], {"a": own})
+    assert (row.estimate.low, row.estimate.high) == (-1, 1)
+
+
 def test_more_criteria_make_wider_intervals() -> None:
     """Intervals hold for all criteria together."""
     data = experiment(a=0.8, b=0.7)

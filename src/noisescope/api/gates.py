@@ -146,9 +146,14 @@ def keep(result: GateResult, folder: str | Path) -> list[Path]:
 
 def _kept(report: Diagnosis) -> GateNumbers:
     """The baseline's own numbers; refused where there are none, or where they are of another noise."""
+    if report.run.settings.question is not None:
+        raise InvalidInput(
+            f"this report is of {report.run.settings.question.name}, and a gate repeats noise: noisescope diagnose "
+            f"MODEL -o baseline, without --perturbation"
+        )
     if report.gate is None:
         raise InvalidInput(
-            "this report has no numbers for a gate: it is of a number format, was made with a metric of your own, or "
+            "this report has no numbers for a gate: it was made with a metric of your own, or "
             "without the operator level. Make the baseline again: noisescope diagnose MODEL -o baseline"
         )
     noise = repr(Gaussian(report.run.settings.noise_scale or 0.0))

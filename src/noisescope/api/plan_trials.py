@@ -102,9 +102,12 @@ def refine_precision(
     carried_out = functools.partial(plan_injection, samples=samples)
     question = Refinement(modules, budget_of(options), plan, options.refine, samples, carried_out)
     _, refined = prepared.run(question, ExecutionOptions())
-    rounds = counted(len(refined.measured) - 1, "round")
-    gain = f"mean KL {refined.measured[0]:.3g} to {refined.kl:.3g} on {counted(count, 'sample')}"
-    return refined.plan, (f"refined in {rounds}: {gain}, the same as those that formats were scored on",)
+    tried = len(refined.measured) - 1
+    before = f"mean KL {refined.measured[0]:.3g}"
+    on = f"{counted(count, 'sample')}, the same as those that formats were scored on"
+    if refined.plan == plan:
+        return plan, (f"refinement tried {counted(tried, 'change')} and kept none: {before} on {on}",)
+    return refined.plan, (f"refined in {counted(tried, 'round')}: {before} to {refined.kl:.3g} on {on}",)
 
 
 def add_precision_plan(

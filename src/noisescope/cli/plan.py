@@ -187,7 +187,7 @@ def print_measured(plan: api.plans.PrecisionPlan) -> None:
     say(api.plans.OVER_PLAN)
     if plan.random.n and plan.random.median_typical_kl:
         middle = f"median of their typical KL {plan.random.median_typical_kl:.4g}"
-        say(f"{plan.random.n} random plans of the same bits: {middle}")
+        say(f"{counted(plan.random.n, 'random plan')} of the same bits: {middle}")
 
 
 def plan_kv_cache(options: KvCacheOptions) -> None:

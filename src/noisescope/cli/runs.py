@@ -72,8 +72,9 @@ def list_runs(options: ListOptions) -> None:
     for problem in unreadable:
         say_line(f"can't be read: {problem}", err=True)
     for row in rows:
+        count = row["trials"]
         failed = f", {row['failed']} failed" if row["failed"] else ""
-        trials = "" if row["gates"] and not row["trials"] else f", {row['trials']} trials{failed}"
+        trials = "" if row["gates"] and not count else f", {count} trial{'s' * (count != 1)}{failed}"
         say_line(f"{row['folder']}: {row['command']} of {row['model']}{trials}; {row['state']}")
 
 

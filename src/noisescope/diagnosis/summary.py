@@ -91,7 +91,8 @@ _FORMAT_MEANING = {
 }
 _PROTECT = {  # what to do about the places named; REPORT is the folder of the run
     "weights": "Give {} more bits: noisescope plan precision REPORT --average-bits 5 --verify",
-    "activations": "Leave the inputs of {} in 16 bits, or smooth them first: noisescope plan smoothquant REPORT",
+    "activations": "Leave the inputs of {} in 16 bits, or smooth them first: noisescope plan smoothquant REPORT "
+    "(of a diagnosis with the channel level)",
     "kv-cache": "Keep the cache of {} in 16 bits: noisescope plan kv-cache REPORT --verify",
 }
 _ROUNDING = {

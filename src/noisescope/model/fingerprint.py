@@ -49,8 +49,8 @@ def _settings(model: nn.Module) -> dict[str, Any]:
 def _sums(tensor: Tensor, device: torch.device) -> tuple[int, int]:
     if tensor.device.type == "meta":
         raise InvalidInput(
-            "some weights are offloaded (on the meta device), so the model can't be identified: choose a device map "
-            "that keeps all weights on devices, or load the model on the CPU"
+            "some weights are offloaded (on the meta device), so the model can't be identified: leave the device map "
+            "out and stream the blocks from the host's memory or the checkpoint (--stream host, --stream disk)"
         )
     if tensor.numel() == 0:
         return 0, 0

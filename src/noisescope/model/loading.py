@@ -22,7 +22,7 @@ from noisescope.errors import InvalidInput, MissingExtra, NoisescopeError, unkno
 from noisescope.model.anatomy import Anatomy, dissect
 from noisescope.model.checkpoint_folder_check import GgufFacts, check_folder_files, gguf_facts
 from noisescope.model.quantised_checkpoint import UNPACKED, asks_to_dequantise, quantiser_of
-from noisescope.model.streaming import check_stream, placed
+from noisescope.model.streaming import check_stream, notes_on_memory, placed
 from noisescope.options.shared import ALLOWED, refuse_missing_path, uncached
 from noisescope.tables import Sheet, Tabular
 from noisescope.text_escaping import one_line
@@ -157,6 +157,7 @@ def load(
     if header is not None:
         notes.append(f"weights were dequantised on loading: {', '.join(header.formats)} in the file")
     notes += [f"weights were dequantised on loading ({quantiser})"] if quantiser == UNPACKED else []
+    notes += notes_on_memory(model) if stream == "disk" else []
     return replace(_subject(model.eval(), tokenizer, str(source), notes), loading=loading)
 
 

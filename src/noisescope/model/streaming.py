@@ -27,6 +27,7 @@ from noisescope.model.anatomy import dissect
 from noisescope.options.fields import STREAMS
 
 _LARGE = 1 << 20  # bytes: smaller weights share pages, and a page can be locked once
+_FEW = 0.01  # of the weights may be in memory without a note
 _AHEAD = 2  # blocks that the host may be ahead of the device: their weights are allocated
 
 
@@ -76,6 +77,19 @@ def placed(model: nn.Module, device: torch.device, stream: str | None) -> nn.Mod
         for parameter in model.parameters():  # what was loaded may be a mapped file
             parameter.data = parameter.data.clone()
     return stream_blocks(model, device, pin=stream == "host")
+
+
+def notes_on_memory(model: nn.Module) -> list[str]:
+    """A note where weights that should stay in the checkpoint's files are in memory."""
+    weights = [p for name in dissect(model).blocks for p in model.get_submodule(name).parameters()]
+    copied = sum(p.nbytes for p in weights if p.untyped_storage().resizable())  # what is mapped has a fixed size
+    share = copied / max(sum(p.nbytes for p in weights), 1)
+    if share < _FEW:
+        return []
+    return [
+        f"{100 * share:.0f} % of the weights to stream are in the host's memory, not in the checkpoint's files: they "
+        "were converted on loading, to another dtype or layout (experts in one tensor)"
+    ]
 
 
 class StreamedForward:

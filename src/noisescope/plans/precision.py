@@ -138,7 +138,7 @@ def scores_of(found: Diagnosis) -> FormatScores:
         reason = f" ({section.error})" if section is not None and section.error else ""
         raise InvalidInput(
             f"the report has no format scores{reason}: make one with the layer level by noisescope diagnose MODEL "
-            "--effort standard -o DIR"
+            "-o DIR"
         )
     return section
 

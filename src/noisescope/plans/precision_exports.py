@@ -9,10 +9,11 @@ llama.cpp       a text file for `llama-quantize --tensor-type-file`: one `tensor
 json            the plan as it is
 ==============  ====================================================================================================
 
-Modules at 16 bits and lm_head stay as they are. The integers of llm-compressor and torchao use one more level than ours
-(-8 to 7), and GPTQ or AWQ round better than to nearest: the plan says which format, the tool how. `int4_clipped` is
-llm-compressor's observer "imatrix_mse", which needs calibration data, and Q4_K of llama.cpp, which searches its scales,
-best with an importance matrix; AutoRound clips where it tunes.
+Modules at 16 bits and lm_head stay as they are; for embeddings and lm_head llama-quantize has options of its own. The
+integers of llm-compressor and torchao use one more level than ours (-8 to 7), and GPTQ or AWQ round better than to
+nearest: the plan says which format, the tool how. `int4_clipped` is llm-compressor's observer "imatrix_mse", which
+needs calibration data, and Q4_K of llama.cpp, which searches its scales, best with an importance matrix; AutoRound
+clips where it tunes.
 
 llama.cpp has groups of its own: 32 in Q8_0, Q4_0 and Q4_1 (8.5, 4.5 and 5 bits with scales); in Q4_K and Q3_K 32 and 16
 within blocks of 256 (4.5 and 3.44), which the inputs of a tensor have to be a multiple of.
@@ -51,6 +52,11 @@ GGUF_NAMES = {
     "up_proj": "ffn_up", "down_proj": "ffn_down", "qkv_proj": "attn_qkv", "gate_up_proj": "ffn_up",
     "query_key_value": "attn_qkv", "dense_h_to_4h": "ffn_up", "dense_4h_to_h": "ffn_down",
 }  # fmt: skip
+
+GGUF_OTHERS = (
+    "llama-quantize rounds embeddings and lm_head, which no plan covers, unless it gets --token-embedding-type bf16 "
+    "--output-tensor-type bf16"
+)
 
 
 @dataclass(frozen=True)
@@ -96,7 +102,7 @@ def export_plan(plan: Plan, tool: str, modules: Sequence[Module]) -> Export:
     if tool == "json":
         return Export(json.dumps(to_json(plan), indent=1) + "\n")
     if tool == "llama.cpp":
-        return Export("".join(f"{line}\n" for line in _tensor_types(plan, modules)))
+        return Export("".join(f"{line}\n" for line in _tensor_types(plan, modules)), (GGUF_OTHERS,))
     if tool not in _WRITERS:
         raise unknown("export", tool, TOOLS)
     rounded = _rounded(plan, tool, modules)
@@ -238,7 +244,8 @@ def _torchao(plan: Plan, rounded: Sequence[RoundedModule]) -> dict[str, Json]:
 def _tensor_types(plan: Plan, modules: Sequence[Module]) -> Iterator[str]:
     """`tensor=type` of each module, those at 16 bits included: llama-quantize rounds what is not named."""
     for module in modules:
-        name, kind = plan.assignment[module.name], module.name.rpartition(".")[2]
+        name, (*parents, kind) = plan.assignment[module.name], module.name.split(".")
+        shared = "_shexp" if parents and parents[-1].startswith("shared_expert") else ""
         tensors = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps") if module.kind.endswith("Experts") else ()
         if kind not in GGUF_NAMES and not tensors:
             raise InvalidInput(f"llama.cpp's name of {module.name} is not known here: export json")
@@ -252,8 +259,9 @@ def _tensor_types(plan: Plan, modules: Sequence[Module]) -> Iterator[str]:
                 f"{module.name} has {module.inputs} inputs, not a multiple of the {block} that llama.cpp's "
                 f"{spelled.upper()} needs: plan without {name}, such as --formats bf16,int8,int4,int4_asymmetric"
             )
-        for tensor in tensors or (GGUF_NAMES[kind],):
-            yield rf"blk\.{module.place}\.{tensor}\.weight={spelled}"
+        layer = next((part for part in parents if part.isdigit()), module.place)  # places count an image tower's, too
+        for tensor in tensors or (GGUF_NAMES[kind] + shared,):
+            yield rf"blk\.{layer}\.{tensor}\.weight={spelled}"
 
 
 _WRITERS = {"llm-compressor": _recipe, "modelopt": _modelopt, "autoround": _autoround, "torchao": _torchao}

@@ -187,7 +187,8 @@ def quantise(
     elif fmt.granularity == "channel" and not weight:
         dim = 0
     elif fmt.group_size is not None:
-        width, pad = fmt.group_size, -last % fmt.group_size
+        width = min(fmt.group_size, last)  # a group that is wider than a row is the row
+        pad = -last % width
         x = torch.nn.functional.pad(x.reshape(-1, last), (0, pad))  # zeros never raise a block's amax
     x = x.reshape(-1, width)
     finite = x.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)

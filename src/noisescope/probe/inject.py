@@ -224,12 +224,14 @@ class Probe(ModelScope):
             if not members:
                 raise NothingInjected(f"operator {name!r} never fired: {self._silent_reason()}")
             self._check_rounding(members, f"operator {name!r}")
-        for place in sorted(injection.named_places, key=place_order):
+        rounded = isinstance(injection.perturbation, Format)
+        everywhere = rounded and injection.named_places == frozenset(range(len(self.anatomy.blocks)))
+        for place in () if everywhere else sorted(injection.named_places, key=place_order):  # text runs no image tower
             here = [s for s in tally.sites if s.place == place and s.total]
             what = f"layer {place}" if isinstance(place, int) else str(place)
             if not here:
                 raise NothingInjected(f"{what} never fired: was it skipped in this forward?")
-            if not isinstance(injection.perturbation, Format):  # what is in the format already costs nothing here
+            if not rounded:  # what is in the format already costs nothing here
                 self._check_rounding(here, what)
         self.check_effects()
 

@@ -62,7 +62,8 @@ def next_steps(
     options = {} if run.command is None else {**run.command.options, **typed}
     data = {} if run.data.source in BUNDLED else {"data": run.data.source}
     data |= {name: options[name] for name in _SAME_DATA if name in options}
-    place: dict[str, Any] = {name: options[name] for name in ("device", "device_map", "revision") if name in options}
+    where = ("device", "device_map", "stream", "revision")
+    place: dict[str, Any] = {name: options[name] for name in where if name in options}
     folder = str(typed.get("output") or run.store or "report.json")
     measured: dict[str, Any] = {"report": folder, "verify": True, **place}
     measured |= {name: value for name, value in data.items() if name != "data" or "data" in typed}

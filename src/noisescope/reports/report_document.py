@@ -124,7 +124,8 @@ def method(run: Run, *, diverging: bool) -> Section:
     )
     explained = [Paragraph(losses, "Losses.")]
     explained += [Paragraph(divergence, "Divergence.")] if diverging else []
-    return Section("method", "Method", (*explained, Paragraph(_asked(run)), Paragraph(spent)))
+    noted = [Paragraph(f"{note}.", "Note:") for note in (*run.model.notes, *run.notes)]
+    return Section("method", "Method", (*explained, Paragraph(_asked(run)), Paragraph(spent), *noted))
 
 
 def _no_scale(question: Question) -> str:

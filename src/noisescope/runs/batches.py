@@ -250,6 +250,7 @@ def footprint(model: nn.Module, anatomy: Anatomy) -> Footprint:
     blocks = [model.get_submodule(name) for name in anatomy.blocks]
     matrices = [[p for p in block.parameters() if p.dim() > 1] for block in blocks]
     config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
     element = next((p.element_size() for p in model.parameters() if p.is_floating_point()), 4)
     sizes = [sum(p.numel() * p.element_size() for p in block.parameters()) for block in blocks]
     streamed = any(isinstance(vars(block).get("forward"), StreamedForward) for block in blocks)

@@ -159,7 +159,7 @@ class TrialRunner:
         """Samples per batch; where memory allows fewer than wanted, a note says so."""
         size = self.batch_size(min(wanted, fits or wanted))
         room = (self.room.bytes or 0) / GIB
-        note = f"{size} samples per {what} at once: {room:.1f} GiB of memory are allowed beside the weights"
+        note = f"samples per {what} at once: {size}; {room:.2g} GiB of memory are allowed beside the weights"
         if fits is not None and fits < wanted and note not in self.notes:
             self.notes.append(note)
         return size

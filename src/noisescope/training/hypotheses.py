@@ -136,7 +136,7 @@ def _row(criterion: Criterion, outcomes: Outcomes, level: float) -> JudgedCriter
     spread = spread_of(criterion, outcomes)
     if isinstance(spread, str):
         return replace(row, estimate=replace(row.estimate, note=spread))
-    most = 1.0 if criterion.quantity == "accuracy" else math.inf  # a difference of shares is no larger
+    most = 1.0 if criterion.quantity in ("accuracy", "same_noise") else math.inf  # a difference of shares is no larger
     found = spread.estimate(level, -most, most)
     assert found.low is not None and found.high is not None
     beyond = "" if found.high < 0 else out_of_reach(criterion, outcomes[criterion.b])  # no ceiling makes an arm worse
