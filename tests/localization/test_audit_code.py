@@ -392,6 +392,13 @@ def test_linears_that_no_forward_calls_are_called_alone():
     assert any("called alone" in note and "model.vision_embed" in note for note in verdict.notes)
 
 
+def test_only_some_of_many_are_named():
+    model = with_extra()
+    model.model.others = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(9))
+    notes = ns.locate(model, method="audit").notes
+    assert any("called alone" in note and note.endswith(" and 7 more") for note in notes)
+
+
 def test_a_fault_in_a_linear_that_no_forward_calls_is_named():
     model = with_extra()
     model.model.vision_embed.register_forward_hook(lambda module, args, y: y.index_fill(-1, torch.tensor([3]), 0.0))

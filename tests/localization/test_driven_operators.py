@@ -246,3 +246,25 @@ def test_all_rows_of_a_table_are_looked_up_and_some_of_a_large_one():
     generator = torch.Generator()
     assert input_alone(nn.Embedding(6000, 8), ("embedding",), generator).flatten().tolist() == list(range(6000))
     assert input_alone(nn.Embedding(6000, 4096), ("embedding",), generator).numel() == 4096
+
+
+class RoundedGainNorm(nn.Module):
+    """1 + weight in the dtype of the weight: a gain that is rounded for all rows alike."""
+
+    def __init__(self, width, seed):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, generator=torch.Generator().manual_seed(seed)))
+
+    def forward(self, x):
+        return F.layer_norm(x, x.shape[-1:], 1 + self.weight)
+
+
+def test_a_gain_that_the_code_rounds_is_healthy():
+    model = tiny_model("llama", layers=6)
+    for seed, layer in enumerate(model.model.layers):
+        layer.input_layernorm = RoundedGainNorm(32, seed)
+    model = model.bfloat16()
+    assert not located(model).suspects
+    norm = model.model.layers[1].input_layernorm
+    with forward(norm, lambda module, x: 1.01 * RoundedGainNorm.forward(module, x)):
+        assert located(model).suspects[0].site.module == "model.layers.1.input_layernorm"

@@ -87,6 +87,26 @@ def test_what_autocast_does_to_code_between_operators(config):
     assert verdict.verdict == "healthy", [suspect.evidence for suspect in verdict.suspects]
 
 
+class InAutocast(torch.nn.Module):
+    """Turns autocast on by itself."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.model(input_ids)
+
+
+def test_autocast_that_a_module_turns_on_reaches_the_code_inside():
+    """A state-space scan multiplies matrices without a module of their own."""
+    torch.manual_seed(0)
+    config = transformers.MambaConfig(**SMALL, state_size=8)
+    verdict = ns.locate(ns.wrap(InAutocast(transformers.AutoModelForCausalLM.from_config(config)).eval()), quick=True)
+    assert verdict.verdict == "healthy", [suspect.evidence for suspect in verdict.suspects]
+
+
 def test_weights_are_read_as_autocast_rounds_them():
     """Checksums on operands and weights in bfloat16; eager attention calls softmax and both products by themselves."""
     model = tiny_model("llama", attn_implementation="eager")

@@ -18,7 +18,8 @@ from transformers.pytorch_utils import Conv1D
 import noisescope as ns
 from noisescope.localization import formula_recognition
 from noisescope.localization.audit import audit
-from noisescope.localization.formula_recognition import LinearFormula, linear_formula, looks_up_rows, norm_formula
+from noisescope.localization.embedding_recognition import looks_up_rows
+from noisescope.localization.formula_recognition import LinearFormula, linear_formula, norm_formula
 from noisescope.localization.host_operators import Unseen, recompute
 from noisescope.localization.host_products import Rows
 from noisescope.localization.relations import relations

@@ -256,3 +256,28 @@ def test_a_norm_whose_squares_are_beyond_float32_is_not_judged():
     norm, x = nn.RMSNorm(16), drawn(4, 16) * 1e25
     with pytest.raises(Unseen, match="squares of its input are beyond float32"):
         recompute("norm", norm, (x,), {}, norm(x).detach(), Rows(64, 0))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("size", [0.0, 0.002, 0.02])
+def test_nearly_equal_scores_round_all_probabilities_alike(size, dtype):
+    """A kernel that sums them before it rounds them then multiplies whole rows by one factor."""
+    q, k, v = (drawn(2, 4, 65, 16, seed=seed, dtype=dtype) for seed in range(3))
+    q = q * size
+    scores = ((q.double() @ k.double().mT) / 4).masked_fill(torch.ones(65, 65).triu(1).bool(), -math.inf)
+    weights = torch.exp(scores - scores.amax(-1, keepdim=True))
+    y = (weights.to(dtype).double() @ v.double() / weights.sum(-1, keepdim=True)).to(dtype)
+    sdpa = torch._C._nn.scaled_dot_product_attention
+    assert not again("attention", sdpa, q, k, v, is_causal=True, y=y)[1].alarm
+    assert not again("attention", sdpa, q, k, v, is_causal=True)[1].alarm
+    gained = (1.01 * y.double()).to(dtype)
+    assert again("attention", sdpa, q, k, v, is_causal=True, y=gained)[1].alarm
+
+
+def test_subnormal_weights_may_be_taken_as_0():
+    linear = nn.Linear(48, 40, bias=False).bfloat16()
+    linear.weight.data *= 1e-39
+    x = drawn(64, 48, dtype=torch.bfloat16)
+    assert not again("linear", linear, x, y=torch.zeros(64, 40, dtype=torch.bfloat16))[1].alarm
+    linear.weight.data.fill_(1e-30)
+    assert again("linear", linear, x, y=torch.zeros(64, 40, dtype=torch.bfloat16))[1].alarm

@@ -205,3 +205,10 @@ def judged_silu(size: float, dtype: torch.dtype, *, toward_zero: bool = False) -
         y = torch.where(y.double().abs() > true.abs(), torch.nextafter(y, torch.zeros_like(y)), y)
     found = recompute("silu", F.silu, (x,), {}, y, Rows(64, 0))
     return judge(found.y, found.reference)
+
+
+def test_the_mean_that_shows_is_no_larger_than_what_shows_in_an_element():
+    """Of few rows a mean says little, but so large a shift of all elements would alarm in every other one."""
+    values = exact_values(rows=1, columns=4)
+    found = judged(values.float(), values)
+    assert 0 < found.visible_mean <= found.visible_element

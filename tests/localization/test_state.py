@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 import noisescope as ns
@@ -350,3 +351,25 @@ def test_an_exponent_that_a_bit_flip_made_huge_is_doubtful() -> None:
     ]
     up[:, 5] = 1e30
     assert not check_state(ns.wrap(model)).doubtful
+
+
+def test_rows_of_nan_that_no_text_reads_are_doubtful() -> None:
+    """Nothing ever set the rows of ids beside the vocabulary: they are no fault, and no made-up text reads them."""
+    model = tiny_model("llama", layers=2)
+    table = model.model.embed_tokens.weight.data
+    table[-9:] = torch.nan
+    verdict = ns.locate(ns.wrap(model), quick=True)
+    assert verdict.verdict == "healthy" and "rows of NaN" in verdict.coverage.doubtful[0]
+    table[5, 3] = torch.nan
+    assert [s.fault_class for s in check_state(ns.wrap(model)).suspects] == ["unknown"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_buffers_made_in_the_models_dtype_are_its_own(dtype: torch.dtype) -> None:
+    """GPT-J divides integers by an integer, so its angles have the dtype that is torch's default meanwhile."""
+    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 4, "rotary_dim": 4, "n_positions": 64, "vocab_size": 40}
+    config = transformers.GPTJConfig(**sizes)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    assert not check_state(ns.wrap(model)).suspects
+    model.transformer.h[0].attn.embed_positions[3] *= 1.1
+    assert len(check_state(ns.wrap(model)).suspects) == 1

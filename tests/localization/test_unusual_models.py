@@ -327,3 +327,32 @@ def test_a_model_that_fails_in_every_decode_is_not_healthy() -> None:
     verdict = ns.locate(model)
     assert verdict.verdict == "undecided" and not verdict.suspects
     assert "the model can't decode" in verdict.headline and "no kernel for one query" in verdict.headline
+
+
+class MaskAdded(Own):
+    """Attention whose scores are a product with a mask added in one call."""
+
+    def between(self, x: Tensor) -> Tensor:
+        mask = torch.full((x.shape[1], x.shape[1]), -torch.inf).triu(1)
+        return torch.bmm(torch.baddbmm(mask, x, x.mT).softmax(-1), x)
+
+
+def test_minus_infinity_of_an_added_mask_is_no_overflow() -> None:
+    verdict = ns.locate(ns.wrap(made(MaskAdded)))
+    assert verdict.verdict == "healthy", verdict.headline
+    assert not any("overflow" in note for note in verdict.notes)
+
+
+def test_where_nan_begins_is_explained_in_merged_calls_too() -> None:
+    """Without eps, the norm of a row of zeros is NaN."""
+    model = tiny_model("llama", layers=2, rms_norm_eps=0.0)
+    model.model.embed_tokens.weight.data[0] = 0.0
+    notes = ns.locate(ns.wrap(model)).notes
+    assert any("NaN or infinity first" in note and "host's result from the same inputs" in note for note in notes)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_scripted_model_is_refused() -> None:
+    model = torch.jit.trace(made(MaskAdded), torch.zeros(2, 8, dtype=torch.long), check_trace=False)
+    with pytest.raises(ns.NoisescopeError, match="give the module that it was made from"):
+        ns.locate(ns.wrap(model))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
-from noisescope.localization.coverage import Coverage, Phase, Share
+from noisescope.localization.coverage import Coverage, NotJudged, Phase, Share
 from noisescope.localization.verdict import Suspect, Verdict
 from noisescope.sites import Site
 
@@ -62,3 +64,11 @@ def test_the_machine_form_has_the_sentence_and_the_coverage() -> None:
     found = Verdict("healthy", "audit", coverage=coverage()).to_dict()
     assert found["headline"].startswith("healthy: ") and found["coverage"]["modules"] == 1.0
     assert found["coverage"]["phases"] == ["prefill 2 x 32 tokens", "decode 2 x 4 tokens after 32"]
+
+
+def test_the_printed_form_names_what_was_not_judged() -> None:
+    left = NotJudged("Own", ("model.own", "model.other"), "its code draws random numbers")
+    found = dataclasses.replace(coverage(0.5), not_judged=(left,), in_part=("decode: up to 80 % is NaN",))
+    line = "Not judged: Own (model.own and 1 more): its code draws random numbers; decode: up to 80 % is NaN"
+    assert line in str(Verdict("undecided", "audit", coverage=found))
+    assert line not in str(Verdict("healthy", "audit", coverage=found))

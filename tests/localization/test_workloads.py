@@ -204,6 +204,23 @@ def test_a_table_of_positions_is_known_without_a_config() -> None:
             assert run(model, workload)[2] == ""
 
 
+def test_a_table_beside_that_of_positions_is_of_tokens() -> None:
+    """Whatever its name: a short one must not cut the lengths."""
+
+    class Short(Bare):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens, self.pos = nn.Embedding(50, 8), nn.Embedding(300, 8)
+            self.emb = self._modules.pop("tokens")
+
+        def forward(self, input_ids: Tensor) -> Tensor:
+            y: Tensor = self.head(self.emb(input_ids) + self.pos(torch.arange(input_ids.shape[1])))
+            return y
+
+    found, not_run = workloads_for(Short(), None, {"input_ids": torch.arange(1, 41).reshape(2, 20)})
+    assert max(w.phase.tokens for w in found) == 257 and not any("positions" in each for each in not_run)
+
+
 def test_few_positions_cut_the_lengths() -> None:
     """No position beyond the table, decode steps counted; what can't be had is named, and no shape comes twice."""
     model = tiny_model("gpt2", n_positions=16)

@@ -282,7 +282,8 @@ class AuditRun:
                 self._called_alone(module, x)
             elif id(module.weight) not in used:
                 called += [name] * self._called_alone(module, x)
-        words = f"called alone, with random numbers, because no forward calls them: {', '.join(called)}"
+        some = ", ".join(called[:3]) + (f" and {len(called) - 3} more" if len(called) > 3 else "")
+        words = f"called alone, with random numbers, because no forward calls them: {some}"
         self.log.remarks += [words] * bool(called)
 
     def _called_alone(self, module: nn.Module, x: Tensor) -> bool:

@@ -23,6 +23,7 @@ from noisescope.localization.data_flow import (
     NonFiniteOrigin,
     about_difference,
     as_recomputed,
+    is_masked,
     same_difference,
 )
 from noisescope.localization.driven_judgement import Driven
@@ -120,7 +121,7 @@ class AuditLog:
     ) -> None:
         """Judge one call, or several calls merged into one; pass `judgement` if it was judged before."""
         self._count = node.order
-        self.nonfinite.explain(node, recomputed)
+        self.nonfinite.explain(calls or (node,), recomputed)
         if not _any_finite(recomputed.y) and not _any_finite(recomputed.reference.values):
             reason = "its output is not finite, and the host's result from the same inputs is not finite either"
             self.leave_open(node.site("output"), reason)
@@ -128,7 +129,7 @@ class AuditLog:
         judgement = self._judge(node.site("output"), recomputed, node.order, node=node, judgement=judgement)
         bound = judgement.visible_share
         judged = self.resolution.add(_class_name(node.callee), recomputed.y.dtype, bound)
-        all_finite = bool(recomputed.reference.values.isfinite().all())
+        all_finite = is_masked(recomputed.reference.values)
         for each in calls or (node,):
             lost = 0.0 if all_finite else 1 - float(each.output.isfinite().double().mean())
             if judged:

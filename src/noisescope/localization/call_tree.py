@@ -57,11 +57,15 @@ class Node:
     number: int = 0  # of the forward in its audit
     changed: dict[str, Tensor] = field(default_factory=dict)  # arguments that the call has written to, as they are then
     passed: dict[str, str] = field(default_factory=dict)  # outputs that are arguments themselves, and which
-    autocast: bool = False  # whether it was on when the call began
+    cast: torch.dtype | None = None  # that autocast gave to products when the call began
 
     @property
     def is_module(self) -> bool:
         return isinstance(self.callee, nn.Module)
+
+    @property
+    def autocast(self) -> bool:
+        return self.cast is not None
 
     @property
     def autocast_inside(self) -> bool:
@@ -119,7 +123,7 @@ class CallTree:
             main = next((x for _, x in tensors_in((args, kwargs)) if x.dim() > 1), None)
             self._shape = None if main is None else (main.shape[0], main.shape[1])
         node.occurrence, node.phase, node.shape = call.occurrence, self._phase, self._shape
-        node.number, node.autocast = self._number, _autocast(call)
+        node.number, node.cast = self._number, _cast(call)
         if parent is not None:
             parent.children.append(node)
         self._open.append(node)
@@ -166,9 +170,9 @@ class ChoiceCalls(TorchFunctionMode):
         return result
 
 
-def _autocast(call: RecordedCall) -> bool:
+def _cast(call: RecordedCall) -> torch.dtype | None:
     kinds = {x.device.type for _, x in tensors_in((call.args, call.kwargs))} - {"meta"}
-    return any(torch.is_autocast_enabled(kind) for kind in kinds)
+    return next((torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)), None)
 
 
 def _version(x: Tensor) -> int:

@@ -47,8 +47,11 @@ _CLASSES = {
 }  # fmt: skip
 
 
-def fresh_model(model: Any) -> tuple[Any, str]:
-    """The model built from its config on the meta device, with real buffers; the second value is the error, if any."""
+def fresh_model(model: Any, *, default: torch.dtype = torch.float32) -> tuple[Any, str]:
+    """The model built from its config on the meta device, with real buffers; the second value is the error, if any.
+
+    `default` is torch's default dtype while the buffers are computed.
+    """
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), torch.no_grad():
         warnings.simplefilter("ignore")
         try:
@@ -61,10 +64,14 @@ def fresh_model(model: Any) -> tuple[Any, str]:
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = torch.full_like(buffer, _unset(buffer), device="cpu")
+        before = torch.get_default_dtype()
         try:
+            torch.set_default_dtype(default)
             fresh.initialize_weights()
         except Exception as error:
             return fresh, f"initialisation of {type(model).__name__} failed ({type(error).__name__})"
+        finally:
+            torch.set_default_dtype(before)
     return fresh, ""
 
 

@@ -152,6 +152,11 @@ class Coverage:
         return found if self.backward is None else f"{found}, {self.backward}"
 
     @property
+    def left_out(self) -> tuple[str, ...]:
+        """Modules not judged, and shapes judged in part."""
+        return *map(str, self.not_judged), *(each for each in self.in_part if each not in self.not_run)
+
+    @property
     def exceptions(self) -> str:
         """For the end of a headline: modules not judged, or checked against their own code only, and doubts."""
         named = {

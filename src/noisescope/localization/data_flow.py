@@ -6,7 +6,8 @@ Also traces NaN and infinity to the first output of a forward that contains any.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -236,21 +237,25 @@ class NonFiniteOrigin:
         y = first_floating(node.output)
         if self._seen or y is None or _all_finite(y):
             return
+        strange = [x for x in _inputs(node) if not _all_finite(x)]
+        if strange and all(map(is_masked, (y, *strange))):  # scores to which a mask was added
+            return
         self._seen = True
         if self.origin is not None:
             return
-        before = next((at for at, x in enumerate(_inputs(node)) if not _all_finite(x)), None)
-        made_here = before is None
+        made_here = not strange
         dtype, largest = str(y.dtype).removeprefix("torch."), number_format(y.dtype).largest
         self.origin = Origin(node.site("output" if made_here else "input"), dtype, largest)
         self._node = node
 
-    def explain(self, node: Node, recomputed: Recomputed) -> None:
-        """Explain the origin by recomputing on the host.
+    def explain(self, calls: Sequence[Node], recomputed: Recomputed) -> None:
+        """Explain the origin, if it is among these calls, which the host recomputed as one.
 
         If that result fits the dtype, the normal check raises the alarm.
         """
-        if self.origin is None or self._node is not node or self.origin.site.tensor != "output":
+        if self.origin is None or self.origin.why or self.origin.site.tensor != "output":
+            return
+        if not any(node is self._node for node in calls):
             return
         values = recomputed.reference.values[~recomputed.y.isfinite()]
         if not len(values):
@@ -272,6 +277,8 @@ class NonFiniteOrigin:
             tensor = origin.site.tensor
             if not any(each.node is at and each.tensor == tensor for each in found.differences):
                 why = f"{origin.overflow}: the host gets the same result from the finite inputs"
+                if input_here and all(map(is_masked, _inputs(at))):
+                    why = "-inf, as in a mask: the host gets the same result"
                 self.origin = dataclasses.replace(origin, why=why)
 
 
@@ -285,6 +292,11 @@ def _inputs(node: Node) -> list[Tensor]:
     if node.operator == FUSED:
         return given[:3]
     return given[:1] if node.operator == WHOLE or node.operator == "residual" else given
+
+
+def is_masked(x: Tensor) -> bool:
+    """Whether a tensor has no other non-finite numbers than the -inf of a mask."""
+    return _all_finite(x) or bool((x < math.inf).all())
 
 
 def _all_finite(x: Tensor) -> bool:

@@ -143,7 +143,7 @@ def _gain(call: DrivenNorm, formula: NormFormula) -> tuple[Tensor, Tensor | None
     if stored is None:
         return torch.ones(call.x.shape[-1], dtype=torch.float64), None
     weight = on_host(stored).double()
-    return weight + 1 if formula.gain == "one_plus_weight" else weight, weight
+    return formula.gain_of(weight), weight
 
 
 def _host_scatter(call: DrivenNorm, twin: HostTwin, formula: NormFormula) -> tuple[float, ...]:

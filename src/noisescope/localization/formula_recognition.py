@@ -9,6 +9,7 @@ of its outputs is fitted, so a fault can't talk itself into being recognised as 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -37,7 +38,7 @@ _KEPT_FOR_OTHERS = {"forward", "_old_forward", "_hf_hook", "_is_hf_initialized",
 _known: dict[tuple[Any, ...], tuple[Any, Any]] = {}
 
 
-def _remembered(kind: str, module: nn.Module, extra: tuple[Any, ...], find: Callable[[], Any]) -> Any:
+def remembered(kind: str, module: nn.Module, extra: tuple[Any, ...], find: Callable[[], Any]) -> Any:
     """`find()`, cached for all modules of one class with the same attributes."""
     attributes = list(_attributes(module))
     key = (kind, *extra, *(part for name, value in attributes for part in (name, _plain(value))))
@@ -87,7 +88,7 @@ def linear_formula(module: nn.Module) -> LinearFormula | None:
     """How a linear module multiplies its input by `weight` and adds `bias`; None if it does something else."""
     if type(module).forward is nn.Linear.forward:
         return LinearFormula(transposed=False, bias=module.bias is not None)
-    found: LinearFormula | None = _remembered("linear", module, (), lambda: _find_linear(module))
+    found: LinearFormula | None = remembered("linear", module, (), lambda: _find_linear(module))
     return found
 
 
@@ -140,40 +141,7 @@ def _fewer_outputs(module: nn.Module, count: int) -> nn.Module | None:
     return None
 
 
-# -- embeddings
-
-
-def looks_up_rows(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a class gives rows of its table for such a call, each times the same number at most.
-
-    It is run with synthetic tables whose rows hold one number each: ones give the factor, and the numbers 1 to 7 must
-    come out as themselves times that factor. Positions made inside are its own business.
-    """
-    if type(module).forward is nn.Embedding.forward:
-        return True
-    found: bool = _remembered("embedding", module, (), lambda: _looks_up_rows(module, args, kwargs))
-    return found
-
-
-def _looks_up_rows(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    table = module._parameters.get("weight")
-    if table is None or table.dim() != 2:
-        return False
-    ones = torch.ones(len(table), 1)
-    numbers = (torch.arange(len(table)) % 7 + 1.0)[:, None]
-    outputs = []
-    for column in (ones, -2 * ones, numbers):
-        y = run_on_host(module, args, kwargs, {"weight": column.to(table.dtype).expand(table.shape)})
-        if not isinstance(y, Tensor) or not y.is_floating_point() or y.shape[-1:] != table.shape[-1:]:
-            return False
-        outputs.append(y.double())
-    one, two, several = outputs
-    factor = one.flatten()[0]
-    which = several / factor
-    near = which.round()
-    same = bool((one == factor).all()) and bool((two == -2 * factor).all()) and float(factor) != 0
-    within = 2 * torch.finfo(table.dtype).eps * near
-    return same and bool(((which - near).abs() <= within).all()) and bool(((near >= 1) & (near <= 7)).all())
+# -- calls on the host
 
 
 def run_on_host(
@@ -205,6 +173,13 @@ class NormFormula:
     bias: bool
     weight_name: str = "weight"  # of the parameters
     bias_name: str = "bias"
+    gain_dtype: torch.dtype | None = None  # that the code rounds 1 + weight to
+
+    def gain_of(self, weight: Tensor) -> Tensor:
+        """What each channel is multiplied by, in the weight's precision."""
+        if self.gain != "one_plus_weight":
+            return weight
+        return weight + 1 if self.gain_dtype is None else (weight + 1).to(self.gain_dtype).to(weight.dtype)
 
     def apply(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         """The output in x's precision, and the normalised x before gain and bias."""
@@ -212,7 +187,7 @@ class NormFormula:
         normal = x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt()
         y = normal
         if weight is not None and self.gain != "none":
-            y = y * (weight + 1 if self.gain == "one_plus_weight" else weight)
+            y = y * self.gain_of(weight)
         return (y + bias if bias is not None and self.bias else y), normal
 
     def parameters_of(self, module: nn.Module) -> tuple[Tensor | None, Tensor | None]:
@@ -226,7 +201,7 @@ class NormFormula:
 def norm_formula(module: nn.Module, width: int) -> NormFormula | None:
     """The formula of a norm module over its last dimension, or None."""
     key = (width, _possible_eps(module))
-    found: NormFormula | None = _remembered("norm", module, key, lambda: _find_norm(module, width))
+    found: NormFormula | None = remembered("norm", module, key, lambda: _find_norm(module, width))
     return found
 
 
@@ -235,22 +210,34 @@ def norm_rounds_at_every_step(module: nn.Module, width: int, dtype: torch.dtype)
     formula = norm_formula(module, width)
     if formula is None or dtype.itemsize != 2:
         return False
-    return bool(_remembered("16 bits", module, (width, dtype), lambda: _is_rough(module, formula, width, dtype)))
+    return bool(remembered("16 bits", module, (width, dtype), lambda: _is_rough(module, formula, width, dtype)))
 
 
 def _is_rough(module: nn.Module, formula: NormFormula, width: int, dtype: torch.dtype) -> bool:
     """By the factors of synthetic rows, against what the errors of single elements leave in them."""
+    found = _made_up_error(module, formula, width, dtype)
+    if found is None:
+        return False
+    error, along = found
+    size = along.square().sum(-1, keepdim=True)
+    factor = (error * along).sum(-1, keepdim=True) / size
+    alone = ((error - factor * along) * along).square().sum(-1) / size[:, 0].square()
+    return float(factor.square().mean()) > _ROUGH**2 * float(alone.mean())
+
+
+def _made_up_error(
+    module: nn.Module, formula: NormFormula, width: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor] | None:
+    """How far a norm's own code is from its formula on synthetic rows, and the formula's result without the bias."""
     parameters = _made_up_parameters(module, dtype)
     x = torch.randn(_ROUGH_ROWS, width, generator=torch.Generator("cpu").manual_seed(_SEED), device="cpu").to(dtype)
     y = _run(module, parameters, x)
     if y is None or y.shape != x.shape:
-        return False
-    weight, bias = parameters.get(formula.weight_name), parameters.get(formula.bias_name)
+        return None
+    wide = {name: p.double() for name, p in parameters.items()}
+    weight, bias = wide.get(formula.weight_name), wide.get(formula.bias_name)
     exact, along = (formula.apply(x.double(), weight, added)[0] for added in (bias, None))
-    size, error = along.square().sum(-1, keepdim=True), y.double() - exact
-    factor = (error * along).sum(-1, keepdim=True) / size
-    alone = ((error - factor * along) * along).square().sum(-1) / size[:, 0].square()
-    return float(factor.square().mean()) > _ROUGH**2 * float(alone.mean())
+    return y.double() - exact, along
 
 
 def _possible_eps(module: nn.Module) -> tuple[float, ...]:
@@ -278,8 +265,19 @@ def _find_norm(module: nn.Module, width: int) -> NormFormula | None:
                     formula = NormFormula(centred, eps, gain, bias is not None, weight or "weight", bias or "bias")
                     own = formula.apply(x.double(), *(parameters.get(name or "") for name in (weight, bias)))[0]
                     if _agree(y, own, _AGREES):
-                        return formula
+                        return _with_rounded_gain(module, formula, width)
     return None
+
+
+def _with_rounded_gain(module: nn.Module, formula: NormFormula, width: int) -> NormFormula:
+    """The formula, with 1 + weight rounded to the weight's dtype where the module's own code does that."""
+    weight = module._parameters.get(formula.weight_name)
+    if weight is None or formula.gain != "one_plus_weight" or weight.dtype.itemsize != 2:
+        return formula
+    rounded = dataclasses.replace(formula, gain_dtype=weight.dtype)
+    found = [_made_up_error(module, each, width, weight.dtype) for each in (formula, rounded)]
+    off = [math.inf if each is None else float(each[0].square().mean()) for each in found]
+    return rounded if off[1] < off[0] else formula
 
 
 def _assignments(parameters: dict[str, Tensor]) -> list[tuple[str | None, str | None]]:
@@ -307,7 +305,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def activation_formula(module: nn.Module) -> tuple[str, bool] | None:
     """The name of an activation's formula, and whether its code rounds at every step (gelu_new uses tanh)."""
-    found: tuple[str, bool] | None = _remembered("activation", module, (), lambda: _find_activation(module))
+    found: tuple[str, bool] | None = remembered("activation", module, (), lambda: _find_activation(module))
     return found
 
 

@@ -116,7 +116,8 @@ class GradientTwin(HostTwin):
         try:
             with torch.enable_grad(), without_checkpointing(), mode or nullcontext():
                 args, kwargs = run.leaves_of(-1, INPUT, (node.args, node.kwargs))
-                with torch._C._EnableTorchFunction(), run, torch.autocast("cpu", self._cast, enabled=bool(self._cast)):
+                cast = self._cast_of(node)
+                with torch._C._EnableTorchFunction(), run, torch.autocast("cpu", cast, enabled=cast is not None):
                     output = self._code(node, twin)(*args, **kwargs)
                     run.see(-1, output)
                 return run.back(self._leaves)

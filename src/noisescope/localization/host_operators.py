@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from noisescope.localization import host_products
+from noisescope.localization.embedding_recognition import looks_up_rows
 from noisescope.localization.formula_recognition import (
     ACTIVATIONS,
     NormFormula,
     activation_formula,
     gelu_inner,
     linear_formula,
-    looks_up_rows,
     norm_formula,
     norm_rounds_at_every_step,
     run_on_host,
@@ -166,8 +166,7 @@ def _norm(
     w = None if weight is None else on_host(weight).double()
     b = None if bias is None else on_host(bias).double()
     values, normal = formula.apply(wide, w, b)
-    gain = torch.ones(wide.shape[-1], dtype=torch.float64) if w is None else w
-    gain = (gain + 1 if formula.gain == "one_plus_weight" else gain).abs()
+    gain = torch.ones(wide.shape[-1], dtype=torch.float64) if w is None else formula.gain_of(w).abs()
     u, width = WORK_ROUNDOFF, wide.shape[-1]
     scaled = normal.abs() * gain
     function = 8 * u * scaled

@@ -195,6 +195,8 @@ def _sum_reference(sums: Sums, terms: int, dtype: torch.dtype, added: Tensor | N
         grain = grain + 2 * bounds[0]
         values = values + added
     flushed = terms * number_format(dtype).flushed * (1 + sizes)
+    if bool((values.abs() < flushed).any()):  # of which all may be 0
+        systematic = values.abs().minimum(flushed) + (0.0 if systematic is None else systematic)
     bounds = (rounded_once(values, dtype) + flushed, *bounds)
     return Reference(values, bounds, spread, systematic, grain, offset=added is not None, sums=True)
 
@@ -267,6 +269,19 @@ def einsum(equation: str, a: Tensor, b: Tensor, y: Tensor, rows: Rows) -> Recomp
     flat = [t.reshape(-1, t.shape[-1]) for t in (out, values, squares, sizes)]
     reference = _sum_reference(Sums(*flat[1:]), terms, out.dtype, None, shortened(out.dtype, rows.device))
     return Recomputed(flat[0], reference, lead=tuple(y.shape[:-1]))
+
+
+def _common_rounding(p: Tensor, dtype: torch.dtype) -> float:
+    """By how much the roundings of all probabilities to 16 bits change their sum, relative, on average.
+
+    Nearly equal scores give probabilities that are all rounded the same way: the rows then share a gain. A kernel
+    rounds them before or after it divides by their sum, and few kernels sum the rounded ones.
+    """
+    if dtype.itemsize != 2:
+        return 0.0
+    each = (p, p / p.amax(-1, keepdim=True).clamp_min(1e-300))
+    change = [((x.to(dtype).double() - x).sum(-1) / x.sum(-1).clamp_min(1e-300)).mean().abs() for x in each]
+    return float(torch.stack(change).amax())
 
 
 def attention(
@@ -342,7 +357,7 @@ def attention(
 
     values = flat(values)
     # Fused kernels have a quick exp2 (at most 2 ulp of float32 off) and a quick reciprocal (1 ulp): they lean one way.
-    systematic = 6 * u * values.abs() + flat(lean)
+    systematic = (6 * u + _common_rounding(p, dtype)) * values.abs() + flat(lean)
     bounds = (rounded_once(values, dtype), *((flat(lean),) if leans else ()))
     reference = Reference(values, bounds, flat(spread.sqrt()), systematic, grain=flat(grain), sums=True)
     lead = tuple(y.shape[:-1])

@@ -191,7 +191,7 @@ class HostTwin:
         for rounding in roundings(convolved=self._convolved):
             set_state(twin, before[1])
             runs.append(self._run(twin, node, host_copy(before[0]), rounding=rounding).seen)
-        return limits_of(runs, different, autocast=self._cast is not None)
+        return limits_of(runs, different, autocast=self._cast_of(node) is not None)
 
     def _run(
         self,
@@ -206,11 +206,8 @@ class HostTwin:
         run = _Run(node, recorded, rounding, fused=node.module in self.fused)
         outer, self._running = self._running, run
         try:
-            with (
-                torch._C._EnableTorchFunction(),
-                run,
-                torch.autocast("cpu", self._cast, enabled=self._cast is not None),
-            ):
+            cast = self._cast_of(node)
+            with torch._C._EnableTorchFunction(), run, torch.autocast("cpu", cast, enabled=cast is not None):
                 output = _code_of(twin)(twin, *args, **kwargs)
                 run.see(-1, output, changed=_changed(node, (args, kwargs)))
         except Exception as error:  # third-party code may raise anything: then the rest of it is not judged
@@ -218,6 +215,10 @@ class HostTwin:
         finally:
             self._running = outer
         return run
+
+    def _cast_of(self, node: Node) -> torch.dtype | None:
+        """The dtype of autocast around a call, whether the caller or a module around it turned autocast on."""
+        return node.cast or self._cast
 
     def _called(self, name: str, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         """A module that the running code calls: the device's result or, if there is none, that of its code."""

@@ -23,6 +23,7 @@ from noisescope.model.forwards import (
     check_vocabulary,
     device_of,
     dtype_of,
+    embeddings_of,
     safe_vocabulary,
     vocabulary_size,
 )
@@ -107,6 +108,10 @@ def _check_ids(batch: Batch, vocabulary: int | None) -> None:
 def arguments_of(model: nn.Module) -> tuple[list[str], list[str], bool]:
     """Argument names of the model's forward, names its `**kwargs` lists, and whether it accepts any other name."""
     # The class's: one that was put on the instance may take anything and pass it on.
+    if isinstance(model, torch.jit.ScriptModule):
+        raise InvalidInput(
+            "a TorchScript model runs no Python code that could be observed: give the module that it was made from"
+        )
     bound = type(model).forward.__get__(model)
     parameters = inspect.signature(bound).parameters.values()
     known = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
@@ -245,8 +250,18 @@ def made_ids(model: nn.Module, tokenizer: Any, texts: Sequence[str], shape: tupl
     vocabulary = safe_vocabulary(model) or 1
     tokens = None if tokenizer is None else _text_tokens(tokenizer, math.prod(shape), texts)
     if tokens is None or int(tokens.max()) >= vocabulary:
-        return random_ids(vocabulary, shape, seed)
+        return _in_use(model, random_ids(vocabulary, shape, seed))
     return tokens.reshape(shape)
+
+
+def _in_use(model: nn.Module, ids: Tensor) -> Tensor:
+    """Ids without those whose row of the embedding is not finite: no text has them, so nothing ever set the row."""
+    table = getattr(embeddings_of(model)[0], "weight", None)
+    if type(table) is not nn.Parameter or table.is_meta or not table.is_floating_point():
+        return ids
+    set_ = table.detach().sum(-1, dtype=torch.float32).isfinite().cpu()
+    others = set_.nonzero().flatten()
+    return ids if len(others) < 4 else torch.where(set_[ids], ids, others[3:][ids % (len(others) - 3)])
 
 
 def images(model: nn.Module, count: int, seed: int) -> Tensor | None:

@@ -353,7 +353,7 @@ def _judge_means(means: Means, by_row: Tensor, y: Tensor, sums: bool, form: Form
     result.raise_to("rms", ratio / (RMS_LIMIT + Z_MEAN * math.sqrt(2 * alike / count)))
     result.rms = math.sqrt(ratio)
     result.mean_ulp = float(total.signed) / weight
-    result.visible_mean = float(limit) / weight
+    result.visible_mean = min(float(limit) / weight, result.visible_element)  # by which every other element would alarm
     result.visible_gain = result.visible_mean * 1.44 * form.u  # an ulp is 2u to u of a value, 1.44u on average
     if sums:
         each = means.strength(means.limit(CHANNEL_SHARE * wider))

@@ -177,7 +177,9 @@ class Verdict(Tabular):
         heads = {"place": "place", "operator": "operator", "module": "module", "fault_class": "kind of fault"}
         heads |= {"confidence": "confidence", "evidence": "evidence"}
         not_run = f"Not run: {'; '.join(self.coverage.not_run)}" if self.coverage.not_run else ""
-        lines = (f"{self.method}, {self.forwards_in_words}, {self.checked:,} checks.", not_run, *self.notes)
+        left = () if self.verdict == "healthy" else self.coverage.left_out  # a healthy model's headline names it
+        not_judged = f"Not judged: {'; '.join(left)}" if left else ""
+        lines = (f"{self.method}, {self.forwards_in_words}, {self.checked:,} checks.", not_run, not_judged, *self.notes)
         tables = {"suspects": suspects, "coverage": Table.of(Cell, self.coverage.cells)}
         return Sheet(self.headline, tables, heads, tuple(filter(None, lines)), tone=_TONES[self.verdict])
 

@@ -254,7 +254,8 @@ class _Maker:
             return None if named is None else max(1, named - MARGIN)
         tables = [(name, one) for name, one in self.model.named_modules() if isinstance(one, nn.Embedding)]
         longest = max(_phase_of(one).tokens for one in self.base)
-        sizes = [one.num_embeddings for name, one in tables if not _OF_TOKENS.search(name)] if len(tables) > 1 else []
+        unnamed = len(tables) > (2 if named else 1)  # beside one of positions, a single other table is of tokens
+        sizes = [one.num_embeddings for name, one in tables if unnamed and not _OF_TOKENS.search(name)]
         return min([*([] if named is None else [named]), *(size for size in sizes if size >= longest)], default=None)
 
     def _length(self, phase: Phase, steps: int) -> int:

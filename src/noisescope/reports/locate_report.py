@@ -100,8 +100,7 @@ def _sections(verdict: Verdict) -> Iterator[tuple[str, str, list[str]]]:
     yield "not-run", "Not run", list(coverage.not_run)
     is_said = not coverage.measured or coverage.shares in verdict.headline
     yield "judged", "Judged", [] if is_said else [coverage.shares]
-    not_judged = [str(each) for each in coverage.not_judged]
-    not_judged += [each for each in coverage.in_part if each not in coverage.not_run]
+    not_judged = list(coverage.left_out)
     if coverage.backward is not None:
         not_judged += [f"backward of {each}" for each in coverage.backward.not_judged]
     yield "not-judged", "Not judged", not_judged
