@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 
 import pytest
 
@@ -41,7 +42,8 @@ def test_a_method_without_coverage_says_so() -> None:
 
 
 def test_faulty_names_the_first_suspect() -> None:
-    others = (Site("linear", 8, "b"), Site("linear", 9, "c"))
+    again = replace(SITE, occurrence=1)  # the same function once more in this module
+    others = (again, Site("linear", 8, "b"), Site("linear", 9, "c"))
     found = Verdict("faulty", "audit", (suspect(also=others), suspect()))
     assert found.headline == (
         "faulty: linear at block 7 (model.layers.7.mlp.down_proj) and 2 more places: gain; 1 more suspect"

@@ -36,7 +36,7 @@ from noisescope.localization.roundoff_floors import (
 )
 from noisescope.localization.shipped_functions import shipped_functions
 from noisescope.localization.tensors import on_host
-from noisescope.probe.functions import ADDED, OUTER, argument, first_tensor, is_grouped
+from noisescope.probe.functions import ADDED, GELU, LINEAR, OUTER, argument, first_tensor, is_grouped
 from noisescope.probe.unfused_attention import FUSED_FUNCTION, AttentionArguments
 
 _MOST_ELEMENTS = 1 << 22  # of an elementwise operator's output that are judged in one call
@@ -317,7 +317,7 @@ def _activation_function(callee: Any, args: Any, kwargs: Any, y: Tensor, rows: R
     if kwargs.get("inplace") or (callee is F.silu and len(args) > 1 and args[1]):
         raise Unseen("it overwrites its input with its result")
     name = "silu"
-    if callee is F.gelu:
+    if callee is GELU:
         name = {"none": "gelu", "tanh": "gelu_tanh"}[argument((), kwargs, 0, "approximate", default="none")]
     return _activation(name, input_of(args, kwargs), y)
 
@@ -365,7 +365,7 @@ _MODULES: dict[str, Again] = {
 }
 _FUNCTIONS: dict[Any, Again] = {
     FUSED_FUNCTION: _fused_attention,
-    F.linear: _linear_function,
+    LINEAR: _linear_function,
     **dict.fromkeys(ADDED, _added_function),
 }
 _FUNCTIONS_BY_OPERATOR: dict[str, Again] = {

@@ -133,7 +133,8 @@ class Verdict(Tabular):
         if not self.suspects:
             return "something computes wrongly, but no single place stands out"
         first, *others = self.suspects
-        also = f" and {len(first.also)} more place{'s' * (len(first.also) > 1)}" if first.also else ""
+        places = {(each.place, each.operator, each.module, each.tensor) for each in (first.site, *first.also)}
+        also = f" and {len(places) - 1} more place{'s' * (len(places) > 2)}" if len(places) > 1 else ""
         more = f"; {len(others)} more suspect{'s' * (len(others) > 1)}" if others else ""
         return f"{first.site}{also}: {first.fault_class}{more}"
 

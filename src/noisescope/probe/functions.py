@@ -23,7 +23,8 @@ def inside_vmap() -> bool:
 
 _MATMUL = (torch.matmul, torch.mm, torch.einsum, _T.matmul, _T.mm, _T.__matmul__, _T.__rmatmul__)
 _BMM = (torch.bmm, torch.baddbmm, _T.bmm, _T.baddbmm)
-_LINEAR = (F.linear, torch.addmm, _T.addmm)
+LINEAR, GELU = torch._C._nn.linear, torch._C._nn.gelu  # F's, unless they were replaced before the import
+_LINEAR = (LINEAR, torch.addmm, _T.addmm)
 _GROUPED = tuple(f for f in (getattr(torch, "_grouped_mm", None), getattr(F, "grouped_mm", None)) if f is not None)
 _SOFTMAX = (torch.softmax, F.softmax, _T.softmax, torch.special.softmax)
 ADDED = (torch.addmm, torch.baddbmm, _T.addmm, _T.baddbmm)  # what is added comes first, then the two factors
@@ -40,7 +41,7 @@ _ANYWHERE = _table(
     linear=(*_LINEAR, *_GROUPED),
     softmax=_SOFTMAX,
     silu=(F.silu,),
-    gelu=(F.gelu,),
+    gelu=(GELU,),
     norm=(F.layer_norm, F.rms_norm),
 )
 _ALL_LINEAR = {f: "linear" if operator in ("matmul", "bmm") else operator for f, operator in _ANYWHERE.items()}
@@ -53,7 +54,7 @@ _TABLES = {EXPERTS: _ALL_LINEAR, ROUTER: _ALL_LINEAR, ROTARY: _ALL_MATMUL | dict
 _INPUTS: dict[Function, tuple[int, ...]] = dict.fromkeys((*_MATMUL, *_BMM, *OUTER), (0, 1))
 _INPUTS |= {torch.baddbmm: (1, 2), _T.baddbmm: (1, 2), torch.addmm: (1,), _T.addmm: (1,)}
 _INPUT_NAMES = ("input", "other", "mat1", "batch1", "batch2")  # the same tensors given by keyword
-_WEIGHT: dict[Function, int] = dict.fromkeys((F.linear, *_GROUPED, *_MATMUL, *_BMM), 1)
+_WEIGHT: dict[Function, int] = dict.fromkeys((LINEAR, *_GROUPED, *_MATMUL, *_BMM), 1)
 _WEIGHT |= dict.fromkeys(ADDED, 2)
 _TRANSPOSED = {torch.addmm, _T.addmm, *_GROUPED, *_MATMUL, *_BMM}  # their weight is [..., in, out]
 
