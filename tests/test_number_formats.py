@@ -125,6 +125,10 @@ def test_models_that_have_nothing_to_round_are_refused_by_name() -> None:
     adapted.model.layers[0].self_attn.q_proj.base_layer = nn.Identity()
     with pytest.raises(UnsupportedModel, match=r"layers.0.self_attn.q_proj .* merge the adapters"):
         api.diagnose(ns.wrap(adapted), BATCHES, perturbation="int8", on="activations", **QUICK)
+    latent = tiny_model("llama")
+    latent.model.layers[1].self_attn.kv_lora_rank = 8
+    with pytest.raises(UnsupportedModel, match=r"layers.1.self_attn .* caches a compressed latent"):
+        api.diagnose(ns.wrap(latent), BATCHES, perturbation="int8", on="kv-cache", effort="screen", samples=2)
     with pytest.raises(InvalidInput, match="computes in bfloat16, so rounding to bf16 changes nothing"):
         api.diagnose(ns.wrap(tiny_model("llama").bfloat16()), BATCHES, perturbation="bf16", **QUICK)
 
@@ -154,7 +158,7 @@ def test_plans_that_need_noise_refuse_a_report_of_a_format(reports: dict[str, ns
     found = reports["weights"]
     with pytest.raises(InvalidInput, match=r"is of int4 weights, groups of 64, and a migration plan ranks"):
         plan_migration(found.diagnosis)
-    with pytest.raises(InvalidInput, match="no numbers for a gate: it is of a number format"):
+    with pytest.raises(InvalidInput, match="of int4 weights, groups of 64, and a gate repeats noise"):
         gate(ns.wrap(sharp()), baseline=found, data=BATCHES)
     assert found.diagnosis.migration_plan is None
 

@@ -13,7 +13,6 @@ from torch import Tensor
 import noisescope as ns
 from noisescope.api.gates import gate, keep, measure_baseline
 from noisescope.api.plan_trials import find_data
-from noisescope.diagnosis.format_question import Question
 from noisescope.diagnosis.report import Diagnosis
 from noisescope.errors import InvalidInput, NoisescopeError
 from noisescope.jsonform import from_json
@@ -119,9 +118,6 @@ def test_what_can_not_be_gated_is_refused(subject, baseline, tmp_path):
     data = answered_by(subject.model)
     with pytest.raises(InvalidInput, match="noisescope diagnose"):
         gate(subject, replace(baseline, gate=None), data)
-    rounded = replace(baseline.run.settings, question=Question("int4", "weights", "group", 64, False))
-    with pytest.raises(InvalidInput, match="of int4 weights, groups of 64, and a gate repeats noise"):
-        gate(subject, replace(baseline, gate=None, run=replace(baseline.run, settings=rounded)), data)
     with pytest.raises(InvalidInput, match="Uniform"):
         gate(subject, replace(baseline, gate=replace(baseline.gate, noise="Uniform(scale=0.05)")), data)
     with pytest.raises(InvalidInput, match="tokenised batches, which is not there"):

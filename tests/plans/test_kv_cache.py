@@ -63,6 +63,11 @@ def test_a_report_of_something_else_is_refused(report: ns.Report) -> None:
     other = replace(report.diagnosis, run=replace(report.diagnosis.run, settings=settings))
     with pytest.raises(InvalidInput, match="is of noise: make one of the cache with noisescope diagnose"):
         kv_cache_plan(other)
+    section = report.diagnosis.layer_analysis
+    lost = replace(section.layers[1], kl=None, predicted_kl=None, evidence="failed", error="nothing fired")
+    hybrid = replace(section, layers=(section.layers[0], lost, *section.layers[2:]))
+    with pytest.raises(InvalidInput, match=r"no divergence of layers 1 \(nothing fired\): a plan is for"):
+        kv_cache_plan(replace(report.diagnosis, layer_analysis=hybrid))
 
 
 def test_vllm_gets_its_own_names(report: ns.Report) -> None:

@@ -9,6 +9,7 @@ import torch
 from noisescope.diagnosis.context import Settings
 from noisescope.diagnosis.report import Asked, GivenCommand
 from noisescope.errors import InvalidInput, UnsupportedModel
+from noisescope.injection import Injection
 from noisescope.model.anatomy import ATTENTION
 from noisescope.model.loading import Subject
 from noisescope.options.command_text import command_values
@@ -16,6 +17,7 @@ from noisescope.options.fields import DTYPES
 from noisescope.options.sensitivity import DiagnoseOptions
 from noisescope.options.shared import ExecutionOptions
 from noisescope.probe.formats import Format, format_on
+from noisescope.probe.inject import Probe
 from noisescope.text_escaping import last_part
 
 _CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -31,6 +33,8 @@ def format_settings(subject: Subject, options: DiagnoseOptions, on: str, **chose
     if on == "kv-cache":
         if not any(unit.kind == ATTENTION for unit in subject.anatomy.units):
             raise UnsupportedModel(f"{subject.anatomy.architecture} has no attention module, so no KV cache to round")
+        cache = Injection(fmt, operators=frozenset({"kv_cache"}))
+        Probe(subject.model, cache, anatomy=subject.anatomy)  # refuses a cache of compressed latents
     else:
         _refuse_adapters(subject)
     if on == "weights":

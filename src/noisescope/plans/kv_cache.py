@@ -23,6 +23,7 @@ from noisescope.errors import InvalidInput
 from noisescope.findings.finding import Evidence
 from noisescope.plans.precision_exports import Export
 from noisescope.plans.precision_results import PlanData
+from noisescope.sites import place_ranges
 from noisescope.stats import Estimate
 from noisescope.tables import Sheet, Table, Tabular
 
@@ -90,8 +91,14 @@ def kv_cache_plan(found: Diagnosis, *, keep_layers: int | None = None, max_kl: f
             "--on kv-cache -o kv"
         )
     rows = [] if section is None else [row for row in section.layers if row.divergence is not None]
-    if section is None or len(rows) < len(section.layers):
+    if section is None:
         raise InvalidInput("this report knows no divergence of some layer: make it with --level operator,layer")
+    unknown = [row for row in section.layers if row.divergence is None]
+    if unknown:
+        raise InvalidInput(
+            f"this report knows no divergence of layers {place_ranges([row.layer for row in unknown])} "
+            f"({unknown[0].error or unknown[0].evidence}): a plan is for models in which every block has a cache"
+        )
     ranked = sorted(rows, key=lambda row: (-row.nats, row.layer))
     total = sum(row.nats for row in ranked)
     if keep_layers is None:
