@@ -7,7 +7,7 @@ import torch
 
 import noisescope as ns
 from noisescope.errors import InvalidInput
-from noisescope.localization.inputs import batches_for, remarks
+from noisescope.localization.inputs import batches_for, random_ids, remarks
 from noisescope.testing import tiny_inputs, tiny_model
 
 
@@ -149,3 +149,8 @@ def test_ids_as_lists(model):
     assert [batch["input_ids"].tolist() for batch in both] == [[[5, 6, 7]], [[8, 9]]]
     with pytest.raises(InvalidInput, match="a batch must be a dict of the model's arguments, or token ids; got list"):
         batches_for(model, None, [[5, "six"]], 0)
+
+
+@pytest.mark.parametrize("vocabulary", [2, 3, 4, 6])
+def test_a_tiny_vocabulary_is_not_one_token_repeated(vocabulary):
+    assert len(random_ids(vocabulary, (2, 32), 0).unique()) == vocabulary

@@ -292,7 +292,7 @@ def _text_tokens(tokenizer: Any, count: int, texts: Sequence[str]) -> Tensor:
 
 
 def random_ids(vocabulary: int, shape: tuple[int, ...], seed: int) -> Tensor:
-    lowest = min(3, vocabulary - 1)  # the first ids are special tokens as a rule
+    lowest = 3 if vocabulary > 6 else 0  # the first ids are special tokens as a rule; one id repeated is no evidence
     generator = torch.Generator("cpu").manual_seed(seed)
     return torch.randint(lowest, vocabulary, shape, generator=generator, device="cpu")
 
