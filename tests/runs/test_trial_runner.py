@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from noisescope import progress
 from noisescope.cli.progress_display import ProgressDisplay
@@ -296,6 +297,30 @@ def test_the_config_is_part_of_the_fingerprint() -> None:
     assert model_fingerprint(moved) == model_fingerprint(tiny_model("llama"))
     with pytest.raises(InvalidInput, match="offloaded"):
         model_fingerprint(tiny_model("llama").to("meta"))
+
+
+class Dispatched(TorchDispatchMode):
+    """Names of the operations that run inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(str(func.overloadpacket))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_score_is_on_its_way_to_the_host_before_the_next_trial_begins() -> None:
+    """Putting it away computes nothing: that would wait for all that the device was given meanwhile."""
+    data = material()
+    subject = wrap(tiny_model("llama", layers=3))
+    with TrialRunner(subject, [data]) as runner:
+        for injection in (None, NOISE):
+            finish = runner.begin(trial(subject, data, injection))
+            with Dispatched() as seen:
+                assert not finish().failed
+            assert seen.names <= {"aten.unbind", "aten.detach", "aten._local_scalar_dense"}  # the host reads its copies
 
 
 def test_a_model_that_looks_ahead_is_refused() -> None:

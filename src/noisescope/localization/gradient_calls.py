@@ -18,7 +18,7 @@ from torch.utils import checkpoint
 
 from noisescope.localization.call_tree import CallTree, Node
 from noisescope.localization.host_copies import copied, mapped, tensors_in
-from noisescope.localization.tensors import HostCopy, begin_copy
+from noisescope.model.host_copy import HostCopy, begin_copy
 from noisescope.probe.recorded_call import RecordedCall
 
 INPUT, OUTPUT = "input", "output"

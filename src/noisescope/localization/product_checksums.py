@@ -22,7 +22,7 @@ from noisescope.localization.roundoff_floors import (
     Shortening,
     number_format,
 )
-from noisescope.localization.tensors import begin_copy
+from noisescope.model.host_copy import begin_copy
 
 BLOCK = 64  # outputs under one checksum: a wrong element must show above the rounding of its 63 neighbours
 COLUMNS = 256  # of an output that are computed at a time: the float64 copies they need stay in a processor's cache

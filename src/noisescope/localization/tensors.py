@@ -6,7 +6,6 @@ import itertools
 import math
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -31,29 +30,6 @@ def host_memory() -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, OSError, ValueError):  # Windows
         return 0
-
-
-@dataclass(frozen=True)
-class HostCopy:
-    """A tensor on its way to the host."""
-
-    _copy: Tensor
-    _done: torch.cuda.Event | None = None
-
-    def wait(self) -> Tensor:
-        if self._done is not None:
-            self._done.synchronize()
-        return self._copy
-
-
-def begin_copy(x: Tensor) -> HostCopy:
-    """Start copying a tensor to the host, if it is not there; from CUDA into pinned memory, in stream order."""
-    if x.device.type != "cuda":
-        return HostCopy(on_host(x))
-    with torch.cuda.device(x.device):
-        copied = x.detach().to("cpu", non_blocking=True)
-        done = torch.cuda.current_stream().record_event()
-    return HostCopy(copied, done)
 
 
 def host_rows(x: Tensor) -> Tensor:

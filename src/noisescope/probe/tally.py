@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from noisescope.model.host_copy import begin_copies
 from noisescope.sites import Place, place_order
 from noisescope.tables import Sheet, Table, Tabular
 
@@ -57,6 +58,18 @@ class Tally(Tabular):
     sites: list[SiteCount] = field(default_factory=list)
     looked: set[tuple[str, ...]] = field(default_factory=set, repr=False)
     forced_eager: bool = False  # torch.compile was met inside the scope, and the model ran eagerly
+
+    def begin_reading(self) -> Callable[[], None]:
+        """Start copying what was sampled to the host; the returned function waits for it, and for nothing later."""
+        kept = [site for site in self.sites if site.samples]
+        copies = begin_copies([number for site in kept for pair in site.samples for number in pair])
+
+        def read() -> None:
+            numbers = iter(copies.wait())
+            for site in kept:
+                site.samples[:] = [(next(numbers), next(numbers)) for _ in site.samples]
+
+        return read
 
     def look_again(self) -> None:
         """Under another injection each site is sampled again, and earlier rounding results no longer apply."""

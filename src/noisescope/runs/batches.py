@@ -21,10 +21,12 @@ from noisescope.data.tokens import Encoded, Sequence
 from noisescope.measures.divergence import clean_scores, compare
 from noisescope.model.anatomy import Anatomy
 from noisescope.model.forwards import vocabulary_size
+from noisescope.model.host_copy import HostCopy, begin_copy
 from noisescope.model.streaming import StreamedForward
 from noisescope.trials import Slice, content_id
 
 Array = NDArray[np.float64]
+Integers = NDArray[np.int64]
 
 CHOICE = 1 << 40  # the choices of one sample draw different noise: row id = sample + choice * CHOICE
 
@@ -72,11 +74,12 @@ class Piece:
     kept: Tensor  # [K] positions whose logits are wanted
     scored: Tensor  # [N] indices into their logits, flattened [B * K]
     targets: Tensor  # [N] the token each predicts
-    owners: Tensor  # [N] position of the sample in its slice
-    final: Tensor  # [N] whether the token decides accuracy
-    sequences: Tensor  # [N] row of the batch
-    choices: Tensor  # [N] which choice of its sample
     keys: Tensor  # [N] names of scored positions, for the screen's draws
+    # on the host, where scores are gathered:
+    owners: Integers  # [N] position of the sample in its slice
+    final: NDArray[np.bool_]  # [N] whether the token decides accuracy
+    sequences: Integers  # [N] row of the batch
+    choices: Integers  # [N] which choice of its sample
 
 
 @dataclass(frozen=True)
@@ -126,20 +129,26 @@ def _piece(rows: list[tuple[int, Sequence]], begin: int, end: int, device: torch
         for row, (owner, s) in enumerate(rows)
         for t in range(max(s.start, begin + 1), min(len(s.ids), end + 1))
     ]  # fmt: skip
-    table = torch.tensor(found, dtype=torch.int64).reshape(-1, 7).T.contiguous().to(device)
-    scored, targets, owners, final, sequences, choices, keys = table
+    table = torch.tensor(found, dtype=torch.int64).reshape(-1, 7).T.contiguous()
+    scored, targets, keys = table[[0, 1, 6]].to(device)
+    owners, final, sequences, choices = table[2:6].numpy()
     kept = torch.arange(begin, end, device=device)
-    return Piece(kept, scored, targets, owners, final.bool(), sequences, choices, keys)
+    return Piece(kept, scored, targets, keys, owners, final.astype(bool), sequences, choices)
 
 
 class SampleScores:
-    """Token scores of a slice, gathered by sample; they are fetched from the device once, at the end."""
+    """Token scores of a slice, gathered by sample.
+
+    Each piece's are on their way to the host as soon as they are computed. Fetched at the end, they would come after
+    all that the device was given meanwhile.
+    """
 
     def __init__(self, material: Material, part: Slice) -> None:
         self.kind = material.kind
         self.samples = material.samples(part)
         self.labels = material.labels[part.start : part.stop]
-        self.parts: list[tuple[Piece, dict[str, Tensor]]] = []
+        self.parts: list[tuple[Piece, HostCopy]] = []
+        self.names: tuple[str, ...] = ()
 
     def add(self, piece: Piece, clean: Tensor, noisy: Tensor | None = None) -> None:
         """Score a piece by its clean logits [N, V] of scored rows, and by its noisy ones [B * K, V] if given."""
@@ -148,18 +157,18 @@ class SampleScores:
             scores = clean_scores(clean, targets)
         else:
             scores = compare(clean, noisy, piece.scored.to(noisy.device), targets)
-        self.parts.append((piece, scores))
+        self.names = tuple(scores)
+        self.parts.append((piece, begin_copy(torch.stack([scores[name].double() for name in self.names]))))
 
     def by_sample(self) -> tuple[tuple[int, ...], dict[str, tuple[float | None, ...]]]:
         """Sample ids, and each metric's values; a sample with a token that is not finite has None."""
         count = len(self.samples)
-        names = list(self.parts[0][1])
+        names = self.names
         sums = {name: np.zeros(count) for name in names}
         tokens, right = np.zeros(count), np.ones(count)
         likelihoods: dict[tuple[int, int], float] = {}  # (sample, row of its batch) -> log-likelihood
-        for piece, scores in self.parts:
-            table = torch.stack([scores[name].double() for name in names]).cpu().numpy()
-            owners, final = piece.owners.cpu().numpy(), piece.final.cpu().numpy()
+        for piece, copy in self.parts:
+            table, owners, final = copy.wait().numpy(), piece.owners, piece.final
             counted = self._counted(piece, owners)
             np.add.at(tokens, owners[counted], 1.0)
             for name, row in zip(names, table, strict=True):
@@ -178,11 +187,11 @@ class SampleScores:
             columns["accuracy"] = self._choice_accuracy(likelihoods) if self.kind == "choice" else right
         return self.samples, {name: tuple(map(_finite, column)) for name, column in columns.items()}
 
-    def _counted(self, piece: Piece, owners: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def _counted(self, piece: Piece, owners: Integers) -> NDArray[np.bool_]:
         """The tokens that averages include: of several choices, those of the correct one."""
         if self.kind != "choice":
             return np.ones(len(owners), dtype=bool)
-        right: NDArray[np.bool_] = piece.choices.cpu().numpy() == np.array(self.labels)[owners]
+        right: NDArray[np.bool_] = piece.choices == np.array(self.labels)[owners]
         return right
 
     def _choice_accuracy(self, likelihoods: dict[tuple[int, int], float]) -> Array:

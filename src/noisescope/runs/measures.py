@@ -65,8 +65,10 @@ def score(runner: TrialRunner, trial: Trial) -> Finish:
     for piece, before, after in runner.noisy(part, probe):
         counted = counted or probe.tally.forward
         scores.add(piece, before, after)
+    read_samples = probe.tally.begin_reading()
 
     def finish() -> Result:
+        read_samples()
         probe.check()
         return Result(*scores.by_sample(), {"injections": counted})
 
@@ -220,7 +222,7 @@ def format_slopes(runner: TrialRunner, trial: Trial) -> Result:
     samples = runner.materials[part.data].samples(part)
     divergence, tokens = np.zeros(len(samples)), np.zeros(len(samples))
     for batch in runner.batches(part, size=2 * FORMAT_SAMPLES, whole=True):
-        owners = batch.whole.owners.cpu().numpy()
+        owners = batch.whole.owners
         np.add.at(tokens, owners, 1.0)
         with torch.no_grad():
             logits = runner.forward(batch)
@@ -249,14 +251,14 @@ def _send_gradients(
         scope.backwards = len(batches) * draws
         for batch in batches:
             scope.samples = batch.rows
-            scope.tokens = torch.bincount(batch.whole.sequences, minlength=len(batch.ids))
+            scope.tokens = torch.from_numpy(np.bincount(batch.whole.sequences, minlength=len(batch.ids)))
             logits = runner.forward(batch)
             scored, keys = batch.whole.scored.to(logits.device), batch.whole.keys.to(logits.device)
             scope.score(logits, scored, keys, draws=draws, seed=seed)
             del logits
             # A backward through activations alone costs a forward, and computes the blocks again, which costs another.
             runner.forwards += len(batch.ids) * (1 + 2 * draws)
-            np.add.at(tokens, batch.whole.owners.cpu().numpy(), 1.0)
+            np.add.at(tokens, batch.whole.owners, 1.0)
     return samples, tokens
 
 

@@ -385,15 +385,19 @@ class LocalExecutor:
         for trial in sorted(trials, key=lambda trial: (trial.slice.data, trial.slice.start)):  # stable within a slice
             started = time.perf_counter()
             progress.start(trial)
-            waiting.append(functools.partial(_store, trial, self.runner.begin(trial), started, store, progress))
+            finish = self.runner.begin(trial)
+            begun = time.perf_counter() - started
+            waiting.append(functools.partial(_store, trial, finish, begun, store, progress))
             if len(waiting) > behind:  # an accelerator works on this trial while the last one is put away
                 waiting.popleft()()
         while waiting:
             waiting.popleft()()
 
 
-def _store(trial: Trial, finish: Finish, started: float, store: Store, progress: Progress) -> None:
+def _store(trial: Trial, finish: Finish, begun: float, store: Store, progress: Progress) -> None:
+    """Put a result away; `begun` is how many seconds it took to begin the trial."""
+    started = time.perf_counter()
     result = finish()
-    seconds = time.perf_counter() - started
+    seconds = begun + time.perf_counter() - started
     store.put(trial, result, seconds)
     progress.step(trial, result, seconds)
