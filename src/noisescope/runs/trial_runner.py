@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 Finish = Callable[[], Result]
 NO_MEMORY = "out of memory even with one sample at a time and no cached prefixes: use a smaller --slice"
+NOT_CAUSAL = "{} {}, but scoring works only for causal language models: use inject() and your own evaluation"
 _ALL_AT_ONCE = ("gradients", "curvature")
 PIECE = 2 * GIB  # of logits computed at once in scoring: more are done in pieces, or they would rule the memory
 _PIECE_SHARE = 16  # of the memory beside the weights, one part in so many
@@ -237,7 +238,7 @@ class TrialRunner:
     def check_causal(self, part: Slice) -> None:
         """Raise if a later token changes an earlier prediction: batches here have no mask and rely on causality."""
         if getattr(getattr(self.model, "config", None), "is_encoder_decoder", False):
-            raise self._not_causal("is an encoder and a decoder")
+            raise UnsupportedModel(NOT_CAUSAL.format(type(self.model).__name__, "is an encoder and a decoder"))
         ids = torch.tensor([self.materials[part.data].groups(part)[0][0].ids], device=self.device)
         if ids.shape[1] < 3:
             return
@@ -250,13 +251,7 @@ class TrialRunner:
             return
         moved = (first - second).abs().amax(-1)  # [T]; the last token's own prediction has to change
         if float(moved[:-1].max()) > 1e-3 * float(moved[-1]):
-            raise self._not_causal("attends to later tokens")
-
-    def _not_causal(self, why: str) -> UnsupportedModel:
-        return UnsupportedModel(
-            f"{type(self.model).__name__} {why}, but scoring works only for causal language models: use inject() and "
-            f"your own evaluation"
-        )
+            raise UnsupportedModel(NOT_CAUSAL.format(type(self.model).__name__, "attends to later tokens"))
 
     def forget_slice(self) -> None:
         """Release the current slice."""
