@@ -187,7 +187,14 @@ def leaves_in(value: Any, path: str = "") -> list[tuple[str, Any]]:
         parts = value.items()
     else:
         return [(path, value)]
-    return [leaf for key, each in parts for leaf in leaves_in(each, f"{path}.{key}" if path else str(key))]
+    found: list[tuple[str, Any]] = []
+    for key, each in parts:
+        here = f"{path}.{key}" if path else str(key)
+        if isinstance(each, (tuple, list, dict)):
+            found += leaves_in(each, here)
+        else:
+            found.append((here, each))
+    return found
 
 
 def plain_values(value: Any, *, words: bool = False) -> dict[str, Any]:
