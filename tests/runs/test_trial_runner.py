@@ -113,11 +113,13 @@ def test_a_batch_without_memory_is_halved(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_limit_that_changes_batches_is_noted() -> None:
-    """In digits that show it, however small."""
-    data = material()
-    with TrialRunner(wrap(tiny_model("llama")), [data], memory=1e-6) as runner:
-        runner.fitting(4, 1, "forward")
-        assert "samples per forward at once: 1; 1e-06 GiB of memory are allowed beside the weights" in runner.notes
+    """In digits that show it, however small or large."""
+    for memory, said in ((1e-6, "1e-06"), (112.25, "112.2")):
+        with TrialRunner(wrap(tiny_model("llama")), [material()], memory=memory) as runner:
+            runner.fitting(4, 1, "forward")
+            assert (
+                f"samples per forward at once: 1; {said} GiB of memory are allowed beside the weights" in runner.notes
+            )
 
 
 def test_no_memory_at_all_is_a_failed_trial(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -259,9 +259,9 @@ def _in_use(model: nn.Module, ids: Tensor) -> Tensor:
     table = getattr(embeddings_of(model)[0], "weight", None)
     if type(table) is not nn.Parameter or table.is_meta or not table.is_floating_point():
         return ids
-    set_ = table.detach().sum(-1, dtype=torch.float32).isfinite().cpu()
-    others = set_.nonzero().flatten()
-    return ids if len(others) < 4 else torch.where(set_[ids], ids, others[3:][ids % (len(others) - 3)])
+    finite = table.detach().sum(-1, dtype=torch.float32).isfinite().cpu()
+    others = finite.nonzero().flatten()
+    return ids if len(others) < 4 else torch.where(finite[ids], ids, others[3:][ids % (len(others) - 3)])
 
 
 def images(model: nn.Module, count: int, seed: int) -> Tensor | None:

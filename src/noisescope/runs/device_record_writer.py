@@ -39,7 +39,7 @@ from noisescope.sites import FUSED, Place, Site
 HEAD_TOKENS = 16  # of each prompt, the last, are kept of the head
 _NARROW = 1 << 15  # channels up to which their numbers are kept in 16 bits
 _MOST_PENDING = 1 << 24  # group sums that wait to be folded, over all sites: 64 MB
-_MOST_UNREAD = 1 << 28  # bytes of outputs that wait to be read: 256 MiB
+_MOST_UNREAD = 1 << 28  # bytes of outputs that wait to be read, but in the batch that is read both ways: 256 MiB
 _LAUNCHING = ("cuda",)  # devices on which reading several outputs at once saves launches
 
 
@@ -60,7 +60,7 @@ class Reading(Enum):
 
     AT_ONCE = auto()
     TOGETHER = auto()
-    BOTH = auto()  # and compared: what was read at once counts
+    BOTH = auto()  # and compared: what was read at once counts. All of a block waits, longer than in any other batch
 
 
 class Recording:
@@ -116,7 +116,8 @@ class Recording:
         if together:
             self._unread.append((number, rows))
             self._unread_bytes += rows.nbytes
-            if site.operator == "residual" or self._unread_bytes > _MOST_UNREAD:
+            full = self._unread_bytes > _MOST_UNREAD and self._reading is Reading.TOGETHER
+            if site.operator == "residual" or full:
                 self._read_together()
         if self.detail.keeps(site.place):
             if self._whole.tensors and self._whole.place != site.place:

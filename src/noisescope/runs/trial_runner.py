@@ -160,7 +160,8 @@ class TrialRunner:
         """Samples per batch; where memory allows fewer than wanted, a note says so."""
         size = self.batch_size(min(wanted, fits or wanted))
         room = (self.room.bytes or 0) / GIB
-        note = f"samples per {what} at once: {size}; {room:.2g} GiB of memory are allowed beside the weights"
+        allowed = f"{room:.1f}" if room >= 1 else f"{room:.2g}"
+        note = f"samples per {what} at once: {size}; {allowed} GiB of memory are allowed beside the weights"
         if fits is not None and fits < wanted and note not in self.notes:
             self.notes.append(note)
         return size
